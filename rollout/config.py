@@ -1,0 +1,84 @@
+"""Configuration: one dataclass for the engine, one for the server. The command line is derived from them.
+
+Every field is a flag of `rollout serve` (`max_num_seqs` is `--max-num-seqs`); the `help` in its metadata is the flag's
+help. Names are vLLM's wherever vLLM has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+KVPolicy = Literal["keep", "recompute"]
+WeightStaging = Literal["full", "in_place"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+AttentionBackendName = Literal["auto", "torch", "flash_attn", "triton"]
+
+
+def _flag(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What one engine process needs. Raises ValueError, naming the field, on values that can't work."""
+
+    model: str = _flag("", "A transformers folder (safetensors), a .gguf file, or a hub id where there is a network.")
+    dtype: Dtype = _flag("auto", "Parameter dtype. auto: the checkpoint's, but float32 on a CPU that can't multiply bf16.")
+    device: Device = _flag("auto", "auto: cuda where there is one.")
+    load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights of the model's shapes.")
+    seed: int = _flag(0, "Seed of the dummy weights and of the seeds given to requests that bring none.")
+    max_model_len: int | None = _flag(None, "Longest prompt + output, in tokens. Default: the model's own limit.")
+    max_num_seqs: int = _flag(256, "Most sequences in one step.")
+    max_num_batched_tokens: int = _flag(2048, "Most tokens in one step: decodes plus prompt chunks.")
+    block_size: int = _flag(16, "Tokens in one block of the KV cache.")
+    kv_cache_memory_bytes: int | None = _flag(
+        None, "Bytes for the KV cache. Default: a share of free GPU memory, or at most 4 GiB on a CPU."
+    )
+    num_gpu_blocks_override: int | None = _flag(None, "Number of KV-cache blocks, whatever the memory.")
+    gpu_memory_utilization: float = _flag(0.9, "Share of GPU memory for weights, staging and cache together.")
+    enable_prefix_caching: bool = _flag(True, "Reuse the blocks of a shared prefix (never across weight epochs).")
+    scheduling_policy: SchedulingPolicy = _flag("fcfs", "fcfs, or priority (lower values first, then arrival).")
+    kv_policy: KVPolicy = _flag("keep", "What a weight commit does to the cache of running requests.")
+    weight_staging: WeightStaging = _flag("full", "full: receive into a second copy; in_place: half the memory, paused.")
+    allow_partial_updates: bool = _flag(False, "Accept updates that name only a subset of the parameters.")
+    logprobs_mode: LogprobsMode = _flag("raw_logprobs", "Logprobs before any filter, or of the sampled distribution.")
+    max_logprobs: int = _flag(20, "Largest `logprobs` a request may ask for.")
+    attention_backend: AttentionBackendName = _flag("auto", "auto: torch on CPU; flash_attn, else triton, on CUDA.")
+    enforce_eager: bool = _flag(False, "Never capture CUDA graphs.")
+    num_threads: int | None = _flag(None, "Threads for CPU arithmetic. Default: torch's.")
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "num_threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or unset, got {value}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence decodes one token a step"
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """What the server process needs beside the engine's configuration."""
+
+    host: str = _flag("127.0.0.1", "Address to listen on.")
+    port: int = _flag(8000, "Port to listen on; 0 picks a free one and prints it.")
+    served_model_name: str | None = _flag(None, "Name clients use. Default: the model's path.")
+    enable_scale_out: bool = _flag(False, "Register /inference/v1/generate and its companions.")
+    tokens_only: bool = _flag(False, "Token-in/token-out only: no tokenizer is loaded; implies --enable-scale-out.")
+    return_sampling_mask: bool = _flag(False, "Answers carry the support of each sampled distribution.")
+    api_key: tuple[str, ...] = _flag((), "Bearer keys that guard all but /health; may be repeated.")
+    weight_update_timeout_s: float = _flag(300.0, "Longest wait for any one step of a weight update, in seconds.")
+    engine_start_timeout_s: float = _flag(600.0, "Longest wait for the engine to load the model, in seconds.")
+    uvicorn_log_level: str = _flag("warning", "Log level of the HTTP server.")

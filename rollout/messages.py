@@ -1,0 +1,92 @@
+"""The messages between the server process and an engine process: msgpack over ZeroMQ, plain types only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rollout.outputs import TokenOutput
+from rollout.sampling_params import SamplingParams
+
+
+class AddRequest(msgspec.Struct, tag=True, kw_only=True):
+    """Generate `sampling_params.n` choices after `prompt_token_ids`. Validated by the server before it is sent.
+
+    `bad_words_token_ids` are the token sequences that `sampling_params.bad_words` stand for. `return_sampling_mask`
+    asks for the support of every filtered step.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    bad_words_token_ids: list[list[int]] = []
+    priority: int = 0
+    cache_salt: str | None = None
+    return_sampling_mask: bool = False
+
+
+class AbortRequests(msgspec.Struct, tag=True):
+    """End these requests with finish_reason "abort"; all of them where `request_ids` is None. Unknown ids are ignored.
+
+    `indices`, where given, ends only those choices of the (single) request: the server's stop strings use it, and
+    no output follows for an aborted choice when `silent`.
+    """
+
+    request_ids: list[str] | None
+    index: int | None = None
+    silent: bool = False
+
+
+class Call(msgspec.Struct, tag=True):
+    """A control call: `method` is one of `rollout.engine.process.METHODS`; answered by one Reply of the same id."""
+
+    call_id: int
+    method: str
+    params: dict[str, Any] = {}
+
+
+class CallError(msgspec.Struct):
+    """Why a control call failed: an HTTP status the server passes on, and a sentence with the value and the remedy."""
+
+    status: int
+    message: str
+    param: str | None = None
+
+
+class Reply(msgspec.Struct, tag=True):
+    """The answer to a Call: a result, or an error."""
+
+    call_id: int
+    result: dict[str, Any] = {}
+    error: CallError | None = None
+
+
+class Outputs(msgspec.Struct, tag=True):
+    """What one engine step produced."""
+
+    outputs: list[TokenOutput]
+
+
+class EngineReady(msgspec.Struct, tag=True, kw_only=True):
+    """The engine serves: the facts about the model that the server needs to validate requests."""
+
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    dtype: str
+    device: str
+    model_type: str
+    num_blocks: int
+    block_size: int
+    seconds: dict[str, float]
+
+
+class EngineDied(msgspec.Struct, tag=True):
+    """The engine process ends for this reason; every request in flight fails with it."""
+
+    reason: str
+
+
+ToEngine = AddRequest | AbortRequests | Call
+FromEngine = Outputs | Reply | EngineReady | EngineDied

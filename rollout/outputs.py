@@ -1,0 +1,59 @@
+"""What the engine says of the tokens it sampled."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+KVState = Literal["current", "mixed"]
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended. ABORT covers aborts by the client, by a pause, and by a dying server."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
+    """One candidate token: its id, its logprob (float32 value, natural log), its rank among all tokens (from 1)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class TokenOutput(msgspec.Struct, array_like=True):
+    """One step of one choice of one request: at most one new token, and the truth about it.
+
+    `token_id` is None where a choice ended without a new token (an abort). `logprobs` holds the sampled token first,
+    then the top k by rank, where asked for. `sampling_mask` is the support that the token was drawn from, ascending
+    ids, None where the step was unfiltered. `epoch` and `version` are those of the weights whose forward pass sampled
+    the token; `kv` is "mixed" where the keys and values it attended to were computed by more than one epoch.
+    """
+
+    request_id: str
+    index: int
+    token_id: int | None = None
+    logprobs: list[TokenLogprob] | None = None
+    sampling_mask: list[int] | None = None
+    epoch: int = 0
+    version: str = ""
+    kv: KVState = "current"
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    cached_tokens: int = 0
+    prompt_logprobs: list[list[TokenLogprob] | None] | None = None
+
+
+class WeightVersionSpan(msgspec.Struct, frozen=True):
+    """Output tokens [start, end) were all sampled by weights of this label and epoch, under this state of the cache."""
+
+    version: str
+    start: int
+    end: int
+    epoch: int
+    kv: KVState

@@ -1,0 +1,133 @@
+"""Sampling parameters: the fields a request may carry, with vLLM's names, and what makes them valid."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+MAX_SEED = 2**63 - 1
+
+
+class ParameterError(ValueError):
+    """A sampling parameter that can't be served. `param` names the field, None where several are at odds."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass
+class SamplingParams:
+    """How to sample the tokens of one request.
+
+    The server validates the types (from this very class), the engine receives it as msgpack. `validate` checks the
+    values. Ids are token ids of the model's vocabulary; `logit_bias` maps them to an addend of the logit.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    bad_words: list[str] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+
+    @property
+    def greedy(self) -> bool:
+        """True where the most likely token is taken instead of a draw."""
+        return self.temperature == 0
+
+    def validate(self, *, vocab_size: int, max_logprobs: int, max_num_seqs: int) -> None:
+        """Raise ParameterError, naming the field and the value, for the first value out of range.
+
+        Sources: spec "control-plane" (ranges) and the recorded answers (wording).
+        """
+        self._validate_ranges()
+        self._validate_counts(max_logprobs, max_num_seqs)
+        self._validate_ids(vocab_size)
+        if any(not s for s in self.stop):
+            raise ParameterError("stop cannot contain an empty string.")
+        if self.stop and not self.detokenize:
+            raise ParameterError(
+                "stop strings are only supported when detokenize is True. Set detokenize=True to use stop."
+            )
+        if any(not w for w in self.bad_words):
+            raise ParameterError("bad_words cannot contain an empty string.", "bad_words")
+
+    def _validate_ranges(self) -> None:
+        def check(name: str, ok: bool, expected: str) -> None:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and ok):
+                raise ParameterError(f"{name} must be {expected}, got {value}. (parameter={name}, value={value})", name)
+
+        check("temperature", 0 <= self.temperature <= 2, "in [0, 2]")
+        check("top_p", 0 < self.top_p <= 1, "in (0, 1]")
+        check("top_k", self.top_k >= -1, "0 or -1 (off), or at least 1")
+        check("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
+        check("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]")
+        check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
+        check("repetition_penalty", self.repetition_penalty > 0, "greater than 0")
+        if self.seed is not None:
+            check("seed", 0 <= self.seed <= MAX_SEED, "in [0, 2^63 - 1]")
+
+    def _validate_counts(self, max_logprobs: int, max_num_seqs: int) -> None:
+        if self.n < 1:
+            raise ParameterError(f"n must be at least 1, got {self.n}.")
+        if self.n > 1 and self.greedy:
+            raise ParameterError(f"n must be 1 when using greedy sampling, got {self.n}.")
+        if self.n > max_num_seqs:
+            raise ParameterError(f"n must be at most max_num_seqs ({max_num_seqs}), got {self.n}.", "n")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise ParameterError(
+                f"max_tokens must be at least 1, got {self.max_tokens}. (parameter=max_tokens, value={self.max_tokens})",
+                "max_tokens",
+            )
+        if self.min_tokens < 0:
+            raise ParameterError(f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.", "min_tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ParameterError(
+                f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got {self.min_tokens}."
+            )
+        for name, what in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
+            value = getattr(self, name)
+            if value is not None and value < -1:
+                raise ParameterError(f"{name} must be at least -1, got {value}. (parameter={name}, value={value})", name)
+            if value is not None and value > max_logprobs:
+                raise ParameterError(
+                    f"Requested {what} logprobs of {value}, which is greater than max allowed: {max_logprobs} "
+                    f"(parameter={name}, value={value})",
+                    name,
+                )
+
+    def _validate_ids(self, vocab_size: int) -> None:
+        def check(name: str, ids: list[int]) -> None:
+            wrong = [i for i in ids if not 0 <= i < vocab_size]
+            if wrong:
+                raise ParameterError(f"{name} holds ids outside the vocabulary of {vocab_size}: {wrong[:5]}", name)
+
+        check("stop_token_ids", self.stop_token_ids)
+        if self.logit_bias is not None:
+            check("logit_bias", list(self.logit_bias))
+            wrong = [v for v in self.logit_bias.values() if not math.isfinite(v)]
+            if wrong:
+                raise ParameterError(f"logit_bias values must be finite, got {wrong[0]}", "logit_bias")
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise ParameterError("allowed_token_ids is not None and empty!", "allowed_token_ids")
+            check("allowed_token_ids", self.allowed_token_ids)

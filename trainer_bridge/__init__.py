@@ -1,0 +1,1 @@
+"""The trainer's half of `rollout`: post prompts, push weights, use what comes back."""
