@@ -1,0 +1,194 @@
+"""The engine: requests of token ids in, sampled tokens out, one step at a time."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections import Counter
+
+from torch import Tensor
+
+from rollout.config import EngineConfig
+from rollout.engine.kv_cache import KVCache
+from rollout.engine.request import Request, Sequence
+from rollout.engine.sampler import SampledToken, Sampler, SamplingRow
+from rollout.engine.scheduler import Scheduler, Step
+from rollout.engine.stopping import check_stop
+from rollout.messages import AbortRequests, AddRequest
+from rollout.model.attention.base import RaggedBatch
+from rollout.model.runner import ModelRunner
+from rollout.outputs import FinishReason, TokenLogprob, TokenOutput
+from rollout.weights.session import WeightUpdater
+from rollout.weights.store import WeightStore
+
+
+class Engine:
+    """One model on one device, with its scheduler, cache, sampler and weights. Not thread-safe: one thread calls it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.runner = ModelRunner(config)
+        self.store = WeightStore(self.runner.model, allow_partial=config.allow_partial_updates)
+        self.weights = WeightUpdater(self.store, config)
+        self.scheduler = Scheduler(
+            KVCache(self.runner.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_head_rows=self.runner.max_head_rows,
+            by_priority=config.scheduling_policy == "priority",
+        )
+        self.sampler = Sampler(config.logprobs_mode)
+        self.paused = False
+        self._eos = self.runner.eos_token_ids
+        self._seeds = random.Random(secrets.randbits(64) if config.seed is None else config.seed)
+        self._arrivals = 0
+
+    # -- requests
+
+    def add_request(self, message: AddRequest) -> None:
+        """Queue a request that the server has validated."""
+        params = message.sampling_params
+        room = self.runner.max_model_len - len(message.prompt_token_ids)
+        self._arrivals += 1
+        request = Request(
+            request_id=message.request_id,
+            prompt_token_ids=message.prompt_token_ids,
+            params=params,
+            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            arrival=self._arrivals,
+            max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+            bad_words_token_ids=message.bad_words_token_ids,
+            return_sampling_mask=message.return_sampling_mask,
+        )
+        self.scheduler.add([Sequence(request, index, list(message.prompt_token_ids)) for index in range(params.n)])
+
+    def abort(self, message: AbortRequests) -> list[TokenOutput]:
+        """End sequences now; one last output for each of them, unless the message is silent."""
+        ids = None if message.request_ids is None else set(message.request_ids)
+        outputs = []
+        for sequence in list(self.scheduler):
+            request = sequence.request
+            if (ids is None or request.request_id in ids) and message.index in (None, sequence.index):
+                self.scheduler.remove(sequence)
+                outputs.append(TokenOutput(request.request_id, sequence.index, finish_reason=FinishReason.ABORT))
+        return [] if message.silent else outputs
+
+    @property
+    def has_work(self) -> bool:
+        """True while there are sequences to go on with."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    @property
+    def stats(self) -> dict[str, int]:
+        """Counters since the start, and how many sequences and blocks are in use now."""
+        scheduler = self.scheduler
+        return Counter(
+            scheduler.counters,
+            epoch=self.store.epoch,
+            running=len(scheduler.running),
+            waiting=sum(1 for _ in scheduler) - len(scheduler.running),
+            free_blocks=scheduler.kv.num_free,
+            num_blocks=scheduler.kv.num_usable,
+        )
+
+    # -- the step
+
+    def step(self) -> list[TokenOutput]:
+        """Commit weights that are ready; then schedule, forward, sample, stop, emit."""
+        self.commit_weights()
+        if self.paused:
+            return []
+        step = self.scheduler.schedule()
+        if not step.scheduled:
+            return []
+        logits = self._forward(step)
+        sampled = self._sample(step, logits)
+        return [self._advance(sequence, token) for sequence, token in sampled]
+
+    def commit_weights(self) -> None:
+        """Between two steps: flip to received weights, if a session waits for it."""
+        commit = self.weights.commit_if_ready()
+        if commit is not None:
+            self.scheduler.commit(commit.epoch, commit.kv_policy or self.config.kv_policy)
+
+    def _forward(self, step: Step) -> Tensor:
+        """Compute the step's tokens; float logits of the rows that sample, or whose prompt logprobs are asked for."""
+        token_ids: list[int] = []
+        query_start, head_rows = [0], []
+        for item in step.scheduled:
+            token_ids += item.sequence.token_ids[item.start : item.start + item.count]
+            query_start.append(len(token_ids))
+            head_rows += range(len(token_ids) - item.num_head_rows, len(token_ids))
+        batch = RaggedBatch(
+            query_start,
+            [item.start + item.count for item in step.scheduled],
+            [item.sequence.block_table for item in step.scheduled],
+        )
+        logits = self.runner.forward(token_ids, batch, head_rows)
+        self.runner.copy_blocks(step.copies)
+        self.scheduler.computed(step)
+        return logits
+
+    def _sample(self, step: Step, logits: Tensor) -> list[tuple[Sequence, SampledToken]]:
+        sequences, rows, row = [], [], 0
+        for item in step.scheduled:
+            if item.wants_prompt_rows:
+                self._collect_prompt_logprobs(item.sequence.request, item.start, logits[row : row + item.num_head_rows])
+            row += item.num_head_rows
+            sequences += item.samples
+            rows += [row - 1] * len(item.samples)
+        if not sequences:
+            return []
+        if rows != list(range(len(logits))):
+            logits = logits[rows]
+        sampled = self.sampler.sample(logits, [self._sampling_row(sequence) for sequence in sequences])
+        return list(zip(sequences, sampled, strict=True))
+
+    def _sampling_row(self, sequence: Sequence) -> SamplingRow:
+        request = sequence.request
+        return SamplingRow(
+            params=request.params,
+            seed=request.seed,
+            sample_index=sequence.index,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=sequence.output_token_ids,
+            bad_words_token_ids=request.bad_words_token_ids,
+            eos_token_ids=self._eos,
+            want_mask=request.return_sampling_mask,
+        )
+
+    def _collect_prompt_logprobs(self, request: Request, start: int, logits: Tensor) -> None:
+        """Keep the logprobs of the prompt tokens that these rows, from position `start` on, predict."""
+        targets = request.prompt_token_ids[start + 1 : start + 1 + len(logits)]
+        if start == 0:
+            request.prompt_logprobs.append(None)
+        k = request.params.prompt_logprobs or 0
+        request.prompt_logprobs += self.sampler.prompt_logprobs(logits[: len(targets)], targets, k)
+
+    def _advance(self, sequence: Sequence, sampled: SampledToken) -> TokenOutput:
+        """Append the token, end the sequence if it must, and say so."""
+        request = sequence.request
+        prompt_logprobs: list[list[TokenLogprob] | None] | None = None
+        if not sequence.output_len and sequence.index == 0 and request.params.prompt_logprobs is not None:
+            prompt_logprobs = list(request.prompt_logprobs)
+        output = TokenOutput(
+            request.request_id,
+            sequence.index,
+            token_id=sampled.token_id,
+            logprobs=sampled.logprobs,
+            sampling_mask=sampled.sampling_mask,
+            epoch=self.store.epoch,
+            version=self.store.label,
+            kv=sequence.kv_state,
+            cached_tokens=sequence.cached_tokens,
+            prompt_logprobs=prompt_logprobs,
+        )
+        sequence.token_ids.append(sampled.token_id)
+        self.scheduler.counters["sampled_tokens"] += 1
+        ended = check_stop(sequence, self._eos, self.runner.max_model_len)
+        if ended:
+            output.finish_reason, output.stop_reason = ended
+            self.scheduler.remove(sequence)
+        return output

@@ -1,0 +1,212 @@
+"""The engine process: messages in, steps, messages out. One thread owns the engine; a weight update has its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+import zmq
+
+from rollout.config import EngineConfig
+from rollout.engine.engine import Engine
+from rollout.messages import (
+    AbortRequests,
+    AddRequest,
+    Call,
+    CallError,
+    EngineDied,
+    EngineReady,
+    Outputs,
+    Reply,
+    ToEngine,
+)
+from rollout.outputs import TokenOutput
+from rollout.weights.session import WEIGHT_METHODS, WeightUpdateError
+
+logger = logging.getLogger(__name__)
+PARENT_CHECK_S = 1.0
+METHODS = frozenset({"pause", "resume", "is_paused", "stats", "reset_prefix_cache"}) | WEIGHT_METHODS
+"""What a Call may name."""
+
+
+def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
+    """Load the model, say EngineReady on `from_engine`, then serve messages of `to_engine` until the parent is gone.
+
+    Both are ZeroMQ addresses that the server has bound (a PUSH and a PULL socket). A fatal error is sent as EngineDied.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the server says when to go
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
+    parent = os.getppid()
+    _die_with_parent(parent)
+    context = zmq.Context()
+    outbox = context.socket(zmq.PUSH)
+    outbox.connect(from_engine)
+    try:
+        inbox = context.socket(zmq.PULL)
+        inbox.connect(to_engine)
+        EngineProcess(Engine(config), inbox, outbox).serve()
+    except Exception as error:
+        logger.exception("the engine ends")
+        outbox.send(_encode(EngineDied(f"{type(error).__name__}: {error}")))
+        raise
+    finally:
+        outbox.close(linger=2000)
+        context.destroy(linger=2000)
+
+
+def _die_with_parent(parent: int) -> None:
+    """End this process when its parent is gone, however busy the engine's own thread is."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_CHECK_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class EngineProcess:
+    """The loop around an Engine: answer what has come in, run a step, send what it produced."""
+
+    def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+        self.engine, self.inbox, self.outbox = engine, inbox, outbox
+        self._decode = msgspec.msgpack.Decoder(ToEngine).decode
+        self._draining: list[int] = []
+        self._answers: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self._wake = zmq.Context.instance().socket(zmq.PAIR)
+        address = f"inproc://engine-wake-{id(self)}"
+        self._wake.bind(address)
+        self._waker = zmq.Context.instance().socket(zmq.PAIR)
+        self._waker.connect(address)
+        self._waker_lock = threading.Lock()
+        self._poller = zmq.Poller()
+        self._poller.register(inbox, zmq.POLLIN)
+        self._poller.register(self._wake, zmq.POLLIN)
+        engine.weights.on_ready = self.wake
+
+    def serve(self) -> None:
+        """Serve for ever."""
+        runner, config = self.engine.runner, self.engine.config
+        self._send(
+            EngineReady(
+                vocab_size=runner.vocab_size,
+                max_model_len=runner.max_model_len,
+                max_num_seqs=config.max_num_seqs,
+                dtype=str(runner.dtype).removeprefix("torch."),
+                device=str(runner.device),
+                model_type=runner.model.config.model_type,
+                num_blocks=runner.num_blocks,
+                block_size=config.block_size,
+                seconds=runner.seconds,
+            )
+        )
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """One turn of the loop; blocks while there is nothing to do."""
+        busy = self.engine.has_work and not self.engine.paused
+        for socket, _ in self._poller.poll(0 if busy else None):
+            self._receive(socket)
+        while not self._answers.empty():
+            self._send(self._answers.get())
+        self._emit(self.engine.step())
+        if self._draining and not self.engine.has_work:
+            self.engine.paused = True
+            for call_id in self._draining:
+                self._send(Reply(call_id, {"status": "paused"}))
+            self._draining.clear()
+
+    def wake(self) -> None:
+        """Let the loop turn once more; any thread may call it."""
+        with self._waker_lock:
+            self._waker.send(b"")
+
+    # -- messages
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        while socket.poll(0):
+            data = socket.recv()
+            if socket is self.inbox:
+                self._handle(self._decode(data))
+
+    def _handle(self, message: ToEngine) -> None:
+        match message:
+            case AddRequest():
+                self.engine.add_request(message)
+            case AbortRequests():
+                self._emit(self.engine.abort(message))
+            case Call():
+                self._call(message)
+
+    def _call(self, call: Call) -> None:
+        if call.method in WEIGHT_METHODS:
+            future = self.engine.weights.call(call.method, call.params)
+            future.add_done_callback(lambda done: self._answer(call.call_id, done))
+            return
+        handler: Callable[[Call], dict[str, Any] | None] | None = getattr(self, f"_call_{call.method}", None)
+        if handler is None:
+            error = CallError(400, f"the engine has no method {call.method!r}; it has {sorted(METHODS)}")
+            self._send(Reply(call.call_id, error=error))
+            return
+        result = handler(call)
+        if result is not None:
+            self._send(Reply(call.call_id, result))
+
+    def _answer(self, call_id: int, done: Future[dict[str, Any]]) -> None:
+        """A weight call has ended, on whatever thread: queue its answer, which this loop's own thread sends."""
+        error = done.exception()
+        if error is None:
+            self._answers.put(Reply(call_id, done.result()))
+        elif isinstance(error, WeightUpdateError):
+            self._answers.put(Reply(call_id, error=CallError(error.status, str(error))))
+        else:
+            logger.error("a weight call failed", exc_info=error)
+            self._answers.put(Reply(call_id, error=CallError(500, f"{type(error).__name__}: {error}")))
+        self.wake()
+
+    def _call_pause(self, call: Call) -> dict[str, Any] | None:
+        """abort: end all requests now. wait: let them finish first. keep: freeze them where they are."""
+        mode = call.params.get("mode", "abort")
+        if mode == "wait" and self.engine.has_work and not self.engine.paused:
+            self._draining.append(call.call_id)
+            return None
+        if mode == "abort":
+            self._emit(self.engine.abort(AbortRequests(None)))
+        self.engine.paused = True
+        return {"status": "paused"}
+
+    def _call_resume(self, call: Call) -> dict[str, Any]:
+        self.engine.paused = False
+        for call_id in self._draining:
+            self._send(Reply(call_id, error=CallError(409, "resumed while waiting for running requests to finish")))
+        self._draining.clear()
+        return {"status": "resumed"}
+
+    def _call_is_paused(self, call: Call) -> dict[str, Any]:
+        return {"is_paused": self.engine.paused}
+
+    def _call_stats(self, call: Call) -> dict[str, Any]:
+        return dict(self.engine.stats)
+
+    def _call_reset_prefix_cache(self, call: Call) -> dict[str, Any]:
+        self.engine.scheduler.kv.reset_prefixes()
+        return {"success": True}
+
+    def _emit(self, outputs: list[TokenOutput]) -> None:
+        if outputs:
+            self._send(Outputs(outputs))
+
+    def _send(self, message: Outputs | Reply | EngineReady) -> None:
+        self.outbox.send(_encode(message))

@@ -1,0 +1,241 @@
+"""Which sequences compute which tokens in the next step, and what becomes of the answer.
+
+Running sequences go on first: one token each while they decode, a chunk of what is left while they prefill. Waiting ones
+are admitted while tokens, seats and blocks last. When blocks run out, the sequence that is last in order gives up its own
+and computes its tokens again later. One order rules all of it: (priority, arrival, index).
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rollout.config import KVPolicy
+from rollout.engine.kv_cache import KVCache
+from rollout.engine.request import Sequence
+
+
+@dataclass
+class ScheduledSequence:
+    """Compute `count` tokens of the sequence, from `start` on.
+
+    `samples` lists the sequences that sample a token from the last one's logits: the sequence itself, and on the last
+    chunk of a group's prompt its siblings, which share the blocks. `wants_prompt_rows`: prompt logprobs need all rows.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    wants_prompt_rows: bool
+    samples: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_head_rows(self) -> int:
+        return self.count if self.wants_prompt_rows else int(bool(self.samples))
+
+
+@dataclass
+class Step:
+    """What one forward pass computes, and the block copies (source, destination) that follow it."""
+
+    scheduled: list[ScheduledSequence]
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owns every unfinished sequence: `waiting` and `running`, both in order, and siblings beside their leader."""
+
+    def __init__(
+        self,
+        kv_cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_head_rows: int,
+        by_priority: bool = False,
+    ) -> None:
+        self.kv = kv_cache
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.max_head_rows, self.by_priority = max(max_head_rows, max_num_seqs), by_priority
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.epoch = 0
+        self.counters: Counter[str] = Counter()
+
+    # -- sequences come and go
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Add the sequences of one request: the first computes the prompt, the others wait beside it."""
+        leader, *leader.siblings = sequences
+        insort(self.waiting, leader, key=self._order)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        for sequence in (*self.running, *self.waiting):
+            yield sequence
+            yield from sequence.siblings
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a finished or aborted sequence and give back its blocks. A leader's siblings find a new leader."""
+        for leader in (*self.running, *self.waiting):
+            if sequence in leader.siblings:
+                leader.siblings.remove(sequence)
+                return
+        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        self.kv.free(sequence)
+        if sequence.siblings:
+            self.add(sequence.siblings)
+
+    def commit(self, epoch: int, policy: KVPolicy) -> None:
+        """New weights serve from the next step on.
+
+        A sequence that is still prefilling starts again. One that decodes keeps its cache, now mixed, or under
+        "recompute" computes all of it again.
+        """
+        self.epoch = epoch
+        for sequence in list(self.running):
+            if policy == "recompute" or sequence.num_to_compute > 1 or not sequence.output_len:
+                self.counters["recomputed_sequences"] += 1
+                self._requeue(sequence)
+            else:
+                sequence.kv_epoch = None
+
+    def _order(self, sequence: Sequence) -> tuple[int, int, int]:
+        request = sequence.request
+        return (request.priority if self.by_priority else 0, request.arrival, sequence.index)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.kv.free(sequence)
+        if sequence.request.needs_every_prompt_row:
+            sequence.request.prompt_logprobs.clear()
+        insort(self.waiting, sequence, key=self._order)
+
+    # -- one step
+
+    def schedule(self) -> Step:
+        """Choose the next step's tokens and allocate their blocks. An empty step means that there is nothing to do."""
+        step = Step([])
+        decoding = sum(sequence.num_to_compute == 1 for sequence in self.running)
+        self._prefill_budget = self.max_num_batched_tokens - decoding
+        self._head_rows = self.max_head_rows - decoding
+        preemptions = self.counters["preemptions"]
+        self._schedule_running(step)
+        if self.counters["preemptions"] == preemptions:
+            self._schedule_waiting(step)
+        for item in step.scheduled:
+            if item.samples:
+                self._fork_siblings(step, item)
+        self._count(step)
+        return step
+
+    def _schedule_running(self, step: Step) -> None:
+        index = 0
+        while index < len(self.running):
+            sequence = self.running[index]
+            count = 1 if sequence.num_to_compute == 1 else self._chunk(sequence, sequence.num_computed)
+            if count and not self._make_room(sequence, count):
+                return  # it was the last one, and went itself
+            if count:
+                self._append(step, sequence, count)
+            index += 1
+
+    def _make_room(self, sequence: Sequence, count: int) -> bool:
+        """Allocate blocks for `count` more tokens, preempting from the end of the order; False if it went itself."""
+        needed = self.kv.blocks_for(sequence.num_computed + count) - len(sequence.block_table)
+        while needed > self.kv.num_free:
+            victim = self.running[-1]
+            self.counters["preemptions"] += 1
+            self._requeue(victim)
+            if victim is sequence:
+                return False
+        sequence.block_table += self.kv.allocate(needed)
+        return True
+
+    def _schedule_waiting(self, step: Step) -> None:
+        coming = {self.kv.coming_edge(s, self.epoch) for s in self.running if s.num_to_compute > 0}
+        for sequence in list(self.waiting):
+            if self._prefill_budget < 1 or len(self.running) >= self.max_num_seqs:
+                return
+            matched = self.kv.match(sequence, self.epoch)
+            edge = self.kv.next_edge(sequence, self.epoch, matched)
+            if edge is not None and edge in coming:
+                continue  # another sequence computes this prefix right now: share it when it is there
+            self.kv.share([cached.block for cached in matched])
+            hit = len(matched) * self.kv.block_size
+            count = self._chunk(sequence, hit)
+            # room for the whole of it, though only a chunk is allocated: else two long prompts starve each other
+            if not count or self.kv.blocks_for(len(sequence.token_ids)) - len(matched) > self.kv.num_free:
+                sequence.block_table = [cached.block for cached in matched]
+                self.kv.free(sequence)
+                return
+            self.waiting.remove(sequence)
+            insort(self.running, sequence, key=self._order)
+            sequence.block_table = [cached.block for cached in matched]
+            sequence.block_table += self.kv.allocate(self.kv.blocks_for(hit + count) - len(matched))
+            sequence.num_computed, sequence.kv_epoch = hit, self.epoch
+            sequence.num_registered = len(matched)
+            sequence.prefix_node = matched[-1].node if matched else None
+            if not sequence.output_len:
+                sequence.cached_tokens = hit
+            self.counters["prefix_hit_tokens"] += hit
+            self._append(step, sequence, count)
+            coming.add(self.kv.coming_edge(sequence, self.epoch))
+
+    def _chunk(self, sequence: Sequence, start: int) -> int:
+        """How many tokens of a prefilling sequence, from `start` on, fit into this step."""
+        count = min(len(sequence.token_ids) - start, self._prefill_budget)
+        if sequence.request.needs_every_prompt_row:
+            count = min(count, self._head_rows)
+        return max(count, 0)
+
+    def _append(self, step: Step, sequence: Sequence, count: int) -> None:
+        start = sequence.num_computed
+        wants_prompt_rows = sequence.request.needs_every_prompt_row and start < sequence.prompt_len - 1
+        item = ScheduledSequence(sequence, start, count, wants_prompt_rows)
+        if start + count == len(sequence.token_ids):
+            item.samples = [sequence]
+        if sequence.num_to_compute > 1:
+            self._prefill_budget -= count
+            self._head_rows -= item.num_head_rows
+        step.scheduled.append(item)
+
+    def _fork_siblings(self, step: Step, item: ScheduledSequence) -> None:
+        """Let the siblings sample from the leader's last prompt row: full blocks shared, the last one copied."""
+        leader = item.sequence
+        siblings, leader.siblings = leader.siblings, []
+        full = leader.prompt_len // self.kv.block_size
+        partial = leader.block_table[full:]
+        for sibling in siblings:
+            if len(self.running) >= self.max_num_seqs or len(partial) > self.kv.num_free:
+                insort(self.waiting, sibling, key=self._order)  # it will find the prompt in the prefix cache
+                continue
+            self.kv.share(leader.block_table[:full])
+            own = self.kv.allocate(len(partial))
+            step.copies += zip(partial, own, strict=True)
+            sibling.block_table = leader.block_table[:full] + own
+            sibling.kv_epoch, sibling.cached_tokens = leader.kv_epoch, leader.cached_tokens
+            insort(self.running, sibling, key=self._order)
+            item.samples.append(sibling)
+            self.counters["forked_sequences"] += 1
+            self.counters["shared_blocks"] += full
+
+    def _count(self, step: Step) -> None:
+        if not step.scheduled:
+            return
+        self.counters["steps"] += 1
+        for item in step.scheduled:
+            self.counters["computed_tokens"] += item.count
+            self.counters["prefill_chunks"] += item.sequence.num_to_compute > 1
+            self.counters["partial_chunks"] += not item.samples
+
+    def computed(self, step: Step) -> None:
+        """The forward pass is done: its tokens are in the cache, and their full blocks may be found."""
+        for item in step.scheduled:
+            leader = item.sequence
+            leader.num_computed = item.start + item.count
+            self.kv.register(leader, self.epoch)
+            for sequence in item.samples[1:]:
+                sequence.num_computed = leader.num_computed
+                sequence.num_registered, sequence.prefix_node = leader.num_registered, leader.prefix_node

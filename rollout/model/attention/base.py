@@ -1,0 +1,167 @@
+"""What an attention backend is: a paged cache of keys and values, and attention over it for one ragged batch a step.
+
+The engine plugs a backend into transformers' own modelling code by its `AttentionInterface`: every attention layer of
+the model calls `attention_forward`, which hands the layer's queries, keys and values to the backend that serves the
+forward pass under way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ATTENTION_NAME = "rollout"
+
+
+@dataclass(frozen=True)
+class RaggedBatch:
+    """The sequences of one step, side by side in one flat row of tokens.
+
+    Sequence i computes the tokens `[query_start[i], query_start[i + 1])` of the row; they are the last ones of its
+    `context_lens[i]` positions, whose keys and values lie in the cache blocks `block_tables[i]`.
+    """
+
+    query_start: list[int]
+    context_lens: list[int]
+    block_tables: list[list[int]]
+
+    def __post_init__(self) -> None:
+        assert len(self.query_start) - 1 == len(self.context_lens) == len(self.block_tables)
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.context_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.query_start[-1]
+
+    @property
+    def query_lens(self) -> list[int]:
+        return [end - start for start, end in pairwise(self.query_start)]
+
+    def positions(self) -> list[int]:
+        """The position of each token of the row in its own sequence."""
+        return [
+            position
+            for query_len, context in zip(self.query_lens, self.context_lens, strict=True)
+            for position in range(context - query_len, context)
+        ]
+
+    def slots(self, block_size: int) -> list[int]:
+        """Where each token of the row keeps its key and value: block * block_size + offset."""
+        return [
+            table[position // block_size] * block_size + position % block_size
+            for query_len, context, table in zip(self.query_lens, self.context_lens, self.block_tables, strict=True)
+            for position in range(context - query_len, context)
+        ]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One layer's cache entry per token: how many key/value heads, and the widths of a key and of a value head."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """How one layer attends: the scale of the scores, the last `window` positions only, tanh cap, sink logits (heads,)."""
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class AttentionBackend(ABC):
+    """Paged attention on one device. Block 0 is never handed to a sequence: backends may pad with it."""
+
+    def __init__(
+        self, layers: list[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layers, self.num_blocks, self.block_size = layers, num_blocks, block_size
+        self.dtype, self.device = dtype, device
+
+    @abstractmethod
+    def prepare(self, batch: RaggedBatch) -> None:
+        """Plan the step's attention, once for all layers."""
+
+    @abstractmethod
+    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """Write the step's keys and values into the cache, then attend over each sequence's context, causally.
+
+        query (heads, tokens, key_dim), key (kv_heads, tokens, key_dim), value (kv_heads, tokens, value_dim), in
+        `dtype`; heads is a multiple of kv_heads. Returns (tokens, heads, value_dim).
+        """
+
+    @abstractmethod
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in every layer, before the step's own writes."""
+
+
+_serving: ContextVar[AttentionBackend] = ContextVar("attention backend of the forward pass under way")
+
+
+@contextmanager
+def serving(backend: AttentionBackend) -> Iterator[None]:
+    """Let the model's attention layers reach `backend` within the block."""
+    token = _serving.set(backend)
+    try:
+        yield
+    finally:
+        _serving.reset(token)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    **unknown: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query (1, heads, tokens, dim) → ((1, tokens, heads, value_dim), no weights).
+
+    Raises NotImplementedError, naming what was asked for, on an argument that would change the arithmetic.
+    """
+    asked = sorted(name for name, value in unknown.items() if value is not None and name not in _HARMLESS)
+    if asked or dropout or is_causal is False or attention_mask is not None:
+        odd = asked or [f"dropout={dropout}, is_causal={is_causal}, an attention mask={attention_mask is not None}"]
+        raise NotImplementedError(f"{type(module).__name__} asks its attention for {odd}, which rollout doesn't serve")
+    params = AttentionParams(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window or None,
+        softcap=softcap or None,
+        sinks=s_aux,
+    )
+    output = _serving.get().forward(module.layer_idx, query[0], key[0], value[0], params)  # type: ignore[arg-type]
+    return output.unsqueeze(0), None
+
+
+# What decoder layers pass along without meaning anything to one causal pass over explicit positions.
+_HARMLESS = frozenset(
+    {"output_attentions", "output_hidden_states", "output_router_logits", "use_cache", "cache", "cache_position",
+     "position_embeddings", "return_dict", "num_items_in_batch"}
+)  # fmt: skip

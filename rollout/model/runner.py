@@ -1,0 +1,107 @@
+"""The model on its device: the ragged batch of a step goes in, the logits of the rows that matter come out."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from rollout.config import EngineConfig
+from rollout.model.attention.base import AttentionBackend, LayerShape, RaggedBatch, serving
+from rollout.model.attention.cpu import TorchAttention
+from rollout.model.loader import load_model, plug_in_attention
+
+CPU_CACHE_BYTES = 4 << 30
+LOGIT_BYTES = 128 << 20
+"""Most bytes of float32 logits in one step, beyond one row a sequence: bounds prompt logprobs over a large vocabulary."""
+
+
+class ModelRunner:
+    """Loads the model, sizes the cache, and runs forward passes."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        started = time.perf_counter()
+        if config.num_threads:
+            torch.set_num_threads(config.num_threads)
+        self.config = config
+        self.model = load_model(config)
+        loaded = time.perf_counter()
+        shapes = plug_in_attention(self.model)
+        self.device, self.dtype = self.model.device, self.model.dtype
+        text_config = self.model.config.get_text_config()
+        self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
+        limit = getattr(text_config, "max_position_embeddings", None)
+        self.max_model_len: int = config.max_model_len or limit or 2048
+        if limit and self.max_model_len > limit:
+            raise ValueError(f"max_model_len ({self.max_model_len}) exceeds the model's own limit of {limit} positions")
+        self.num_blocks = self._num_blocks(shapes)
+        capacity = (self.num_blocks - 1) * config.block_size
+        if capacity < self.max_model_len:
+            raise ValueError(
+                f"the KV cache holds {capacity} tokens, fewer than one sequence of max_model_len ({self.max_model_len}): "
+                "raise --kv-cache-memory-bytes (or --num-gpu-blocks-override), or lower --max-model-len"
+            )
+        self.backend = self._backend(shapes)
+        self.seconds = {"load": loaded - started, "check_and_cache": time.perf_counter() - loaded}
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The generation config's end-of-sequence ids, the first one first; [] for none."""
+        eos = self.model.generation_config.eos_token_id
+        if eos is None:
+            eos = self.model.config.get_text_config().eos_token_id
+        if eos is None:
+            return []
+        return list(eos) if isinstance(eos, list | tuple) else [int(eos)]
+
+    @property
+    def max_head_rows(self) -> int:
+        return max(1, LOGIT_BYTES // (4 * self.vocab_size))
+
+    def _num_blocks(self, shapes: list[LayerShape]) -> int:
+        """How many blocks of cache: block 0, which is padding, and all that memory and need allow."""
+        config = self.config
+        if config.num_gpu_blocks_override:
+            return config.num_gpu_blocks_override + 1
+        block_bytes = config.block_size * sum(shape.bytes_per_token(self.dtype) for shape in shapes)
+        per_sequence = -(-self.max_model_len // config.block_size)
+        if config.kv_cache_memory_bytes:
+            budget = config.kv_cache_memory_bytes
+        elif self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            staging = sum(p.numel() * p.element_size() for p in self.model.parameters())
+            reserve = staging * (config.weight_staging == "full") + total * (1 - config.gpu_memory_utilization)
+            budget = int(free - reserve - (1 << 30))
+        else:
+            budget = CPU_CACHE_BYTES
+        return 1 + min(budget // block_bytes, per_sequence * config.max_num_seqs)
+
+    def _backend(self, shapes: list[LayerShape]) -> AttentionBackend:
+        arguments = (shapes, self.num_blocks, self.config.block_size, self.dtype, self.device)
+        name = self.config.attention_backend
+        if name == "torch" or (name == "auto" and self.device.type == "cpu"):
+            return TorchAttention(*arguments)
+        from rollout.model.attention import cuda
+
+        return cuda.choose(name, *arguments)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: list[int], batch: RaggedBatch, head_rows: list[int]) -> Tensor:
+        """Compute the flat row `token_ids` of `batch`; logits (len(head_rows), vocab) of these rows, model dtype."""
+        self.backend.prepare(batch)
+        inputs = torch.tensor([token_ids, batch.positions()], device=self.device)
+        return self._model(inputs[0:1], inputs[1:2], torch.tensor(head_rows, device=self.device))
+
+    def _model(self, input_ids: Tensor, position_ids: Tensor, head_rows: Tensor) -> Tensor:
+        with serving(self.backend):
+            output = self.model(
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=head_rows
+            )
+        return output.logits[0]
+
+    @torch.inference_mode()
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy cache blocks (source, destination), between two steps."""
+        if pairs:
+            self.backend.copy_blocks(pairs)
