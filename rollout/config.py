@@ -15,6 +15,7 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 KVPolicy = Literal["keep", "recompute"]
 WeightStaging = Literal["full", "in_place"]
 SchedulingPolicy = Literal["fcfs", "priority"]
+LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 AttentionBackendName = Literal["auto", "torch", "flash_attn", "triton"]
 
 
@@ -27,10 +28,10 @@ class EngineConfig:
     """What one engine process needs. Raises ValueError, naming the field, on values that can't work."""
 
     model: str = _flag("", "A transformers folder (safetensors), a .gguf file, or a hub id where there is a network.")
-    dtype: Dtype = _flag("auto", "Parameter dtype. auto: the checkpoint's, but float32 on a CPU that can't multiply bf16.")
+    dtype: Dtype = _flag("auto", "Parameter dtype. auto: the checkpoint's; float32 on a CPU that is slow in bf16.")
     device: Device = _flag("auto", "auto: cuda where there is one.")
     load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights of the model's shapes.")
-    seed: int = _flag(0, "Seed of the dummy weights and of the seeds given to requests that bring none.")
+    seed: int | None = _flag(None, "Seed of what requests without one get (and of dummy weights). Default: entropy.")
     max_model_len: int | None = _flag(None, "Longest prompt + output, in tokens. Default: the model's own limit.")
     max_num_seqs: int = _flag(256, "Most sequences in one step.")
     max_num_batched_tokens: int = _flag(2048, "Most tokens in one step: decodes plus prompt chunks.")
@@ -43,7 +44,9 @@ class EngineConfig:
     enable_prefix_caching: bool = _flag(True, "Reuse the blocks of a shared prefix (never across weight epochs).")
     scheduling_policy: SchedulingPolicy = _flag("fcfs", "fcfs, or priority (lower values first, then arrival).")
     kv_policy: KVPolicy = _flag("keep", "What a weight commit does to the cache of running requests.")
-    weight_staging: WeightStaging = _flag("full", "full: receive into a second copy; in_place: half the memory, paused.")
+    weight_staging: WeightStaging = _flag(
+        "full", "full: receive into a second copy. in_place: into the live one, paused."
+    )
     allow_partial_updates: bool = _flag(False, "Accept updates that name only a subset of the parameters.")
     logprobs_mode: LogprobsMode = _flag("raw_logprobs", "Logprobs before any filter, or of the sampled distribution.")
     max_logprobs: int = _flag(20, "Largest `logprobs` a request may ask for.")
@@ -81,4 +84,7 @@ class ServerConfig:
     api_key: tuple[str, ...] = _flag((), "Bearer keys that guard all but /health; may be repeated.")
     weight_update_timeout_s: float = _flag(300.0, "Longest wait for any one step of a weight update, in seconds.")
     engine_start_timeout_s: float = _flag(600.0, "Longest wait for the engine to load the model, in seconds.")
-    uvicorn_log_level: str = _flag("warning", "Log level of the HTTP server.")
+    engine_stall_timeout_s: float = _flag(
+        300.0, "An engine silent for this long, and then deaf to a probe for as long, is declared dead, in seconds."
+    )
+    uvicorn_log_level: LogLevel = _flag("warning", "Log level of the HTTP server.")

@@ -39,7 +39,7 @@ class AbortRequests(msgspec.Struct, tag=True):
 
 
 class Call(msgspec.Struct, tag=True):
-    """A control call: `method` is one of `rollout.engine.process.METHODS`; answered by one Reply of the same id."""
+    """A control call of the engine process, by name, with its JSON body; answered by one Reply of the same id."""
 
     call_id: int
     method: str

@@ -56,10 +56,11 @@ class SamplingParams:
     def validate(self, *, vocab_size: int, max_logprobs: int, max_num_seqs: int) -> None:
         """Raise ParameterError, naming the field and the value, for the first value out of range.
 
+        A `logprobs` of -1 asks for the whole vocabulary, and counts as that many; a `max_logprobs` of -1 is no limit.
         Sources: spec "control-plane" (ranges) and the recorded answers (wording).
         """
         self._validate_ranges()
-        self._validate_counts(max_logprobs, max_num_seqs)
+        self._validate_counts(vocab_size, max_logprobs, max_num_seqs)
         self._validate_ids(vocab_size)
         if any(not s for s in self.stop):
             raise ParameterError("stop cannot contain an empty string.")
@@ -73,7 +74,7 @@ class SamplingParams:
     def _validate_ranges(self) -> None:
         def check(name: str, ok: bool, expected: str) -> None:
             value = getattr(self, name)
-            if not (math.isfinite(value) and ok):
+            if not ok:  # never true of NaN
                 raise ParameterError(f"{name} must be {expected}, got {value}. (parameter={name}, value={value})", name)
 
         check("temperature", 0 <= self.temperature <= 2, "in [0, 2]")
@@ -82,11 +83,11 @@ class SamplingParams:
         check("min_p", 0 <= self.min_p <= 1, "in [0, 1]")
         check("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]")
         check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
-        check("repetition_penalty", self.repetition_penalty > 0, "greater than 0")
+        check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "greater than 0, and finite")
         if self.seed is not None:
             check("seed", 0 <= self.seed <= MAX_SEED, "in [0, 2^63 - 1]")
 
-    def _validate_counts(self, max_logprobs: int, max_num_seqs: int) -> None:
+    def _validate_counts(self, vocab_size: int, max_logprobs: int, max_num_seqs: int) -> None:
         if self.n < 1:
             raise ParameterError(f"n must be at least 1, got {self.n}.")
         if self.n > 1 and self.greedy:
@@ -95,7 +96,8 @@ class SamplingParams:
             raise ParameterError(f"n must be at most max_num_seqs ({max_num_seqs}), got {self.n}.", "n")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ParameterError(
-                f"max_tokens must be at least 1, got {self.max_tokens}. (parameter=max_tokens, value={self.max_tokens})",
+                f"max_tokens must be at least 1, got {self.max_tokens}. "
+                f"(parameter=max_tokens, value={self.max_tokens})",
                 "max_tokens",
             )
         if self.min_tokens < 0:
@@ -107,10 +109,13 @@ class SamplingParams:
         for name, what in (("logprobs", "sample"), ("prompt_logprobs", "prompt")):
             value = getattr(self, name)
             if value is not None and value < -1:
-                raise ParameterError(f"{name} must be at least -1, got {value}. (parameter={name}, value={value})", name)
-            if value is not None and value > max_logprobs:
                 raise ParameterError(
-                    f"Requested {what} logprobs of {value}, which is greater than max allowed: {max_logprobs} "
+                    f"{name} must be at least -1, got {value}. (parameter={name}, value={value})", name
+                )
+            wanted = vocab_size if value == -1 else value or 0
+            if wanted > max_logprobs != -1:
+                raise ParameterError(
+                    f"Requested {what} logprobs of {wanted}, which is greater than max allowed: {max_logprobs} "
                     f"(parameter={name}, value={value})",
                     name,
                 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import secrets
 from collections import Counter
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -23,13 +24,21 @@ from rollout.weights.store import WeightStore
 
 
 class Engine:
-    """One model on one device, with its scheduler, cache, sampler and weights. Not thread-safe: one thread calls it."""
+    """One model on one device, with its scheduler, cache, sampler and weights.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Not thread-safe: one thread calls it. `wake` is called, on any thread, when weights are ready while it may be idle.
+    """
+
+    def __init__(self, config: EngineConfig, wake: Callable[[], None] = lambda: None) -> None:
         self.config = config
         self.runner = ModelRunner(config)
         self.store = WeightStore(self.runner.model, allow_partial=config.allow_partial_updates)
-        self.weights = WeightUpdater(self.store, config)
+        self.weights = WeightUpdater(
+            self.store,
+            device=self.runner.device,
+            wake=wake,
+            info=lambda: {"kv_policy": config.kv_policy, "logprobs_mode": config.logprobs_mode},
+        )
         self.scheduler = Scheduler(
             KVCache(self.runner.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
             max_num_seqs=config.max_num_seqs,
@@ -84,14 +93,14 @@ class Engine:
     def stats(self) -> dict[str, int]:
         """Counters since the start, and how many sequences and blocks are in use now."""
         scheduler = self.scheduler
-        return Counter(
-            scheduler.counters,
-            epoch=self.store.epoch,
-            running=len(scheduler.running),
-            waiting=sum(1 for _ in scheduler) - len(scheduler.running),
-            free_blocks=scheduler.kv.num_free,
-            num_blocks=scheduler.kv.num_usable,
-        )
+        now = {
+            "epoch": self.store.epoch,
+            "running": len(scheduler.running),
+            "waiting": sum(1 for _ in scheduler) - len(scheduler.running),
+            "free_blocks": scheduler.kv.num_free,
+            "num_blocks": scheduler.kv.num_usable,
+        }
+        return Counter({**scheduler.counters, **now})
 
     # -- the step
 
@@ -116,7 +125,8 @@ class Engine:
     def _forward(self, step: Step) -> Tensor:
         """Compute the step's tokens; float logits of the rows that sample, or whose prompt logprobs are asked for."""
         token_ids: list[int] = []
-        query_start, head_rows = [0], []
+        query_start = [0]
+        head_rows: list[int] = []
         for item in step.scheduled:
             token_ids += item.sequence.token_ids[item.start : item.start + item.count]
             query_start.append(len(token_ids))
@@ -162,8 +172,6 @@ class Engine:
     def _collect_prompt_logprobs(self, request: Request, start: int, logits: Tensor) -> None:
         """Keep the logprobs of the prompt tokens that these rows, from position `start` on, predict."""
         targets = request.prompt_token_ids[start + 1 : start + 1 + len(logits)]
-        if start == 0:
-            request.prompt_logprobs.append(None)
         k = request.params.prompt_logprobs or 0
         request.prompt_logprobs += self.sampler.prompt_logprobs(logits[: len(targets)], targets, k)
 

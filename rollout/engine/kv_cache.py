@@ -20,6 +20,8 @@ Edge = tuple[Node, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class CachedBlock:
+    """A node of the trie and the block that holds its tokens' keys and values."""
+
     node: int
     block: int
 

@@ -29,12 +29,10 @@ from rollout.messages import (
     ToEngine,
 )
 from rollout.outputs import TokenOutput
-from rollout.weights.session import WEIGHT_METHODS, WeightUpdateError
+from rollout.weights.errors import WeightUpdateError
 
 logger = logging.getLogger(__name__)
 PARENT_CHECK_S = 1.0
-METHODS = frozenset({"pause", "resume", "is_paused", "stats", "reset_prefix_cache"}) | WEIGHT_METHODS
-"""What a Call may name."""
 
 
 def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
@@ -52,7 +50,7 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
     try:
         inbox = context.socket(zmq.PULL)
         inbox.connect(to_engine)
-        EngineProcess(Engine(config), inbox, outbox).serve()
+        EngineProcess(config, inbox, outbox).serve()
     except Exception as error:
         logger.exception("the engine ends")
         outbox.send(_encode(EngineDied(f"{type(error).__name__}: {error}")))
@@ -79,21 +77,21 @@ _encode = msgspec.msgpack.Encoder().encode
 class EngineProcess:
     """The loop around an Engine: answer what has come in, run a step, send what it produced."""
 
-    def __init__(self, engine: Engine, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
-        self.engine, self.inbox, self.outbox = engine, inbox, outbox
+    def __init__(self, config: EngineConfig, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+        self.inbox, self.outbox = inbox, outbox
         self._decode = msgspec.msgpack.Decoder(ToEngine).decode
         self._draining: list[int] = []
         self._answers: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self._wake = zmq.Context.instance().socket(zmq.PAIR)
+        self._wake: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         address = f"inproc://engine-wake-{id(self)}"
         self._wake.bind(address)
-        self._waker = zmq.Context.instance().socket(zmq.PAIR)
+        self._waker: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
         self._waker.connect(address)
         self._waker_lock = threading.Lock()
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
-        engine.weights.on_ready = self.wake
+        self.engine = Engine(config, self.wake)
 
     def serve(self) -> None:
         """Serve for ever."""
@@ -151,13 +149,13 @@ class EngineProcess:
                 self._call(message)
 
     def _call(self, call: Call) -> None:
-        if call.method in WEIGHT_METHODS:
+        if call.method in self.engine.weights.methods:
             future = self.engine.weights.call(call.method, call.params)
             future.add_done_callback(lambda done: self._answer(call.call_id, done))
             return
         handler: Callable[[Call], dict[str, Any] | None] | None = getattr(self, f"_call_{call.method}", None)
         if handler is None:
-            error = CallError(400, f"the engine has no method {call.method!r}; it has {sorted(METHODS)}")
+            error = CallError(400, f"the engine has no method {call.method!r}")
             self._send(Reply(call.call_id, error=error))
             return
         result = handler(call)

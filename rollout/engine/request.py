@@ -22,7 +22,7 @@ class Request:
     cache_salt: str | None = None
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     return_sampling_mask: bool = False
-    prompt_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
+    prompt_logprobs: list[list[TokenLogprob] | None] = field(default_factory=lambda: [None])
 
     @property
     def needs_every_prompt_row(self) -> bool:
@@ -46,7 +46,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
     kv_epoch: int | None = None
-    prefix_node: int | None = None
+    prefix_node: int | tuple[int, str | None] | None = None
     num_registered: int = 0
     cached_tokens: int = 0
     siblings: list[Sequence] = field(default_factory=list)
@@ -72,6 +72,4 @@ class Sequence:
         return "mixed" if self.kv_epoch is None else "current"
 
     def __repr__(self) -> str:
-        return (
-            f"Sequence({self.request.request_id}/{self.index}, {self.num_computed} of {len(self.token_ids)} computed)"
-        )
+        return f"Sequence({self.request.request_id}/{self.index}/{self.num_computed} of {len(self.token_ids)})"

@@ -1,8 +1,8 @@
 """Which sequences compute which tokens in the next step, and what becomes of the answer.
 
-Running sequences go on first: one token each while they decode, a chunk of what is left while they prefill. Waiting ones
-are admitted while tokens, seats and blocks last. When blocks run out, the sequence that is last in order gives up its own
-and computes its tokens again later. One order rules all of it: (priority, arrival, index).
+Running sequences go on first: one token each while they decode, a chunk of what is left while they prefill. Waiting
+ones are admitted while tokens, seats and blocks last. When blocks run out, the sequence that is last in order gives up
+its own and computes its tokens again later. One order rules all of it: (priority, arrival, index).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Scheduler:
                 leader.siblings.remove(sequence)
                 return
         (self.running if sequence in self.running else self.waiting).remove(sequence)
-        self.kv.free(sequence)
+        self._give_up(sequence)
         if sequence.siblings:
             self.add(sequence.siblings)
 
@@ -107,10 +107,14 @@ class Scheduler:
 
     def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self._give_up(sequence)
+        insort(self.waiting, sequence, key=self._order)
+
+    def _give_up(self, sequence: Sequence) -> None:
+        """Free its blocks; prompt logprobs that are not complete are collected from the start again."""
         self.kv.free(sequence)
         if sequence.request.needs_every_prompt_row:
-            sequence.request.prompt_logprobs.clear()
-        insort(self.waiting, sequence, key=self._order)
+            del sequence.request.prompt_logprobs[1:]
 
     # -- one step
 
@@ -134,11 +138,12 @@ class Scheduler:
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
-            count = 1 if sequence.num_to_compute == 1 else self._chunk(sequence, sequence.num_computed)
+            decodes = sequence.num_to_compute == 1
+            count = 1 if decodes else self._chunk(sequence, sequence.num_computed)
             if count and not self._make_room(sequence, count):
                 return  # it was the last one, and went itself
             if count:
-                self._append(step, sequence, count)
+                self._append(step, sequence, count, reserved=decodes)
             index += 1
 
     def _make_room(self, sequence: Sequence, count: int) -> bool:
@@ -180,7 +185,7 @@ class Scheduler:
             if not sequence.output_len:
                 sequence.cached_tokens = hit
             self.counters["prefix_hit_tokens"] += hit
-            self._append(step, sequence, count)
+            self._append(step, sequence, count, reserved=False)
             coming.add(self.kv.coming_edge(sequence, self.epoch))
 
     def _chunk(self, sequence: Sequence, start: int) -> int:
@@ -190,13 +195,13 @@ class Scheduler:
             count = min(count, self._head_rows)
         return max(count, 0)
 
-    def _append(self, step: Step, sequence: Sequence, count: int) -> None:
+    def _append(self, step: Step, sequence: Sequence, count: int, *, reserved: bool) -> None:
         start = sequence.num_computed
         wants_prompt_rows = sequence.request.needs_every_prompt_row and start < sequence.prompt_len - 1
         item = ScheduledSequence(sequence, start, count, wants_prompt_rows)
         if start + count == len(sequence.token_ids):
             item.samples = [sequence]
-        if sequence.num_to_compute > 1:
+        if not reserved:
             self._prefill_budget -= count
             self._head_rows -= item.num_head_rows
         step.scheduled.append(item)

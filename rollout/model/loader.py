@@ -1,4 +1,4 @@
-"""Load a model as transformers has it, with our attention in place of its own, and check that nothing was lost by it."""
+"""Load a model as transformers has it, with our attention in place of its own, and check that nothing was lost."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def resolve_dtype(config: EngineConfig, model_config: PretrainedConfig, device: 
     """The dtype of the parameters: the one asked for, or the checkpoint's where the device is fast in it."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
-    dtype = model_config.get_text_config().dtype or torch.float32
+    dtype = getattr(model_config.get_text_config(), "dtype", None) or torch.float32
     if device.type == "cpu" and dtype is not torch.float32:
         return torch.bfloat16 if cpu_multiplies_bf16() else torch.float32
     return dtype
@@ -67,7 +68,7 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
     Raises ValueError where the path holds no model, and what transformers raises for a model that it doesn't know.
     """
     device = resolve_device(config)
-    path, kwargs = config.model, {}
+    path, kwargs = config.model, dict[str, Any]()
     if path.endswith(".gguf"):
         from transformers import GgufConfig
 
@@ -108,7 +109,7 @@ def plug_in_attention(model: PreTrainedModel) -> list[LayerShape]:
     sequences = [torch.randint(0, text_config.vocab_size, (n,), generator=generator).to(model.device) for n in (24, 13)]
     with _short_windows(model, 8):
         model.set_attn_implementation("eager")
-        stock = [model(input_ids=ids[None], use_cache=False).logits[0, -1].float() for ids in sequences]
+        stock = [model(input_ids=ids[None], use_cache=False, logits_to_keep=1).logits[0, -1].float() for ids in sequences]
         model.set_attn_implementation(ATTENTION_NAME)
         shapes = _record_shapes(model, sequences[0], text_config.num_hidden_layers)
         ours = _in_chunks(model, TorchAttention(shapes, 16, 4, model.dtype, model.device), sequences)
@@ -116,8 +117,8 @@ def plug_in_attention(model: PreTrainedModel) -> list[LayerShape]:
         difference = ((mine - theirs).abs().mean() / theirs.std()).item()
         if not difference < TOLERANCE[model.dtype]:
             raise UnsupportedModelError(
-                f"{name} in {model.dtype}: logits through rollout's attention differ from those through stock attention "
-                f"by {difference:.2g} standard deviations (at most {TOLERANCE[model.dtype]}); its attention or state "
+                f"{name} in {model.dtype}: logits through rollout's attention differ from stock attention's by "
+                f" {difference:.2g} standard deviations (at most {TOLERANCE[model.dtype]}); its attention or state "
                 "isn't one that rollout serves"
             )
     return shapes
@@ -179,7 +180,7 @@ def _in_chunks(model: PreTrainedModel, backend: AttentionBackend, sequences: lis
 @contextmanager
 def _short_windows(model: PreTrainedModel, window: int) -> Iterator[None]:
     """Make every sliding window so short that a short check crosses it."""
-    holders = [model.config.get_text_config(), *model.modules()]
+    holders: list[Any] = [model.config.get_text_config(), *model.modules()]
     saved = [(holder, holder.sliding_window) for holder in holders if getattr(holder, "sliding_window", None)]
     for holder, _ in saved:
         holder.sliding_window = window

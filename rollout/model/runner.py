@@ -14,7 +14,7 @@ from rollout.model.loader import load_model, plug_in_attention
 
 CPU_CACHE_BYTES = 4 << 30
 LOGIT_BYTES = 128 << 20
-"""Most bytes of float32 logits in one step, beyond one row a sequence: bounds prompt logprobs over a large vocabulary."""
+"""Most bytes of float32 logits in one step, beyond one row a sequence: bounds what prompt logprobs cost."""
 
 
 class ModelRunner:
@@ -39,7 +39,7 @@ class ModelRunner:
         capacity = (self.num_blocks - 1) * config.block_size
         if capacity < self.max_model_len:
             raise ValueError(
-                f"the KV cache holds {capacity} tokens, fewer than one sequence of max_model_len ({self.max_model_len}): "
+                f"the KV cache holds {capacity} tokens, fewer than max_model_len ({self.max_model_len}): "
                 "raise --kv-cache-memory-bytes (or --num-gpu-blocks-override), or lower --max-model-len"
             )
         self.backend = self._backend(shapes)
@@ -91,7 +91,7 @@ class ModelRunner:
         """Compute the flat row `token_ids` of `batch`; logits (len(head_rows), vocab) of these rows, model dtype."""
         self.backend.prepare(batch)
         inputs = torch.tensor([token_ids, batch.positions()], device=self.device)
-        return self._model(inputs[0:1], inputs[1:2], torch.tensor(head_rows, device=self.device))
+        return self._model(inputs[0:1], inputs[1:2], torch.tensor(head_rows, dtype=torch.long, device=self.device))
 
     def _model(self, input_ids: Tensor, position_ids: Tensor, head_rows: Tensor) -> Tensor:
         with serving(self.backend):

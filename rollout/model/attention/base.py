@@ -79,7 +79,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """How one layer attends: the scale of the scores, the last `window` positions only, tanh cap, sink logits (heads,)."""
+    """How one layer attends: the scores' scale, the last `window` positions only, tanh cap, sink logits (heads,)."""
 
     scaling: float
     window: int | None = None
@@ -110,7 +110,7 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) in every layer, before the step's own writes."""
+        """Copy whole blocks (source, destination) in every layer, between two steps."""
 
 
 _serving: ContextVar[AttentionBackend] = ContextVar("attention backend of the forward pass under way")

@@ -56,10 +56,12 @@ class TorchAttention(AttentionBackend):
         super().__init__(layers, num_blocks, block_size, dtype, device)
         self.chunk = max(CHUNK, block_size)
         if self.chunk % block_size:
-            raise ValueError(f"block_size must divide {CHUNK} or be a multiple of it, got {block_size}")
+            raise ValueError(f"block_size must divide {CHUNK} or be at least {CHUNK}, got {block_size}")
 
         def cache(layer: LayerShape, dim: int) -> Tensor:
-            return torch.zeros(num_blocks, layer.num_kv_heads, block_size, dim, dtype=dtype, device=device)
+            blocks = torch.empty(num_blocks, layer.num_kv_heads, block_size, dim, dtype=dtype, device=device)
+            blocks[0] = 0  # the rest is written before it is read: memory is touched only as it is used
+            return blocks
 
         self.keys = [cache(layer, layer.key_dim) for layer in layers]
         self.values = [cache(layer, layer.value_dim) for layer in layers]
@@ -234,7 +236,7 @@ class TorchAttention(AttentionBackend):
         )
 
     def _scores(self, query: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
-        """(…, rows, dim) × (…, chunk, dim) → float32 scores (…, rows, chunk)."""
+        """query (…, rows, dim), keys (…, chunk, dim) → float32 scores (…, rows, chunk)."""
         scores = torch.matmul(query, keys.transpose(-1, -2)).float()
         return torch.tanh(scores / softcap) * softcap if softcap else scores
 

@@ -1,0 +1,128 @@
+"""CUDA graphs for decode: a step in which every sequence computes one token replays as one launch.
+
+A graph bakes in shapes and addresses. Shapes: batches are padded to the next of a few sizes. Addresses: inputs, the
+attention plan and the logits live in fixed buffers; the parameters, of which live updates alternate between two sets,
+are part of a graph's key. Graphs are captured when first needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rollout.model.attention.base import AttentionBackend, RaggedBatch
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(input_ids (1, T), position_ids (1, T), head_rows (T,)) → logits (T, vocab)."""
+
+
+class Graph(Protocol):
+    """Recorded device work."""
+
+    def replay(self) -> None: ...
+
+
+class CudaGraphs:
+    """Captures CUDA graphs that share one memory pool: a graph's temporaries are void once another one replays."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], None]) -> Graph:
+        """Record what `work` launches. It runs twice before: kernels compile and libraries start outside a capture."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            work()
+            work()
+        current.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: a weight receiver may allocate and copy on its own thread meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        return graph
+
+
+def bucket_sizes(max_num_seqs: int) -> list[int]:
+    """The batch sizes graphs are captured for, ascending: 1, 2, 4, then by 8 to 256 and by 16 on, and the largest."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 1, 16)]
+    return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
+
+
+def pad_decodes(batch: RaggedBatch, size: int) -> RaggedBatch:
+    """Add sequences of one token up to `size`; they write to and read from the null block's first slot."""
+    more = size - batch.num_seqs
+    return RaggedBatch(
+        query_start=[*batch.query_start, *range(batch.num_tokens + 1, size + 1)],
+        context_lens=[*batch.context_lens, *[1] * more],
+        block_tables=[*batch.block_tables, *[[0]] * more],
+    )
+
+
+class DecodeGraphs:
+    """Runs decode-only batches of up to `max_num_seqs` sequences by replaying graphs of `forward`.
+
+    `forward` must reach `backend` and read the parameters by fixed addresses, one set of them for each `param_set`.
+    `capture` turns work into a graph: CudaGraphs(device), or a fake.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        backend: AttentionBackend,
+        max_num_seqs: int,
+        capture: Callable[[Callable[[], None]], Graph],
+    ) -> None:
+        self._forward, self._backend, self._capture = forward, backend, capture
+        self._sizes = bucket_sizes(max_num_seqs)
+        self._graphs: dict[tuple[int, int], Graph] = {}
+        device = backend.device
+        self._input_ids = torch.zeros(1, max_num_seqs, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(1, max_num_seqs, dtype=torch.int64, device=device)
+        self._head_rows = torch.arange(max_num_seqs, device=device)
+        self._logits = torch.empty(0)  # (max_num_seqs, vocab), made by the first forward
+        self.replays = 0
+        self.refused = False
+
+    def run(self, param_set: int, input_ids: Tensor, positions: Tensor, batch: RaggedBatch) -> Tensor | None:
+        """Logits (rows, vocab) of a decode-only batch, valid until the next call; None: prepare and run it eagerly.
+
+        input_ids, positions (rows,) int64, on any device. `param_set` names the parameter tensors in use (0 or 1, say;
+        not the epoch: every new value captures its own graphs). A model that can't be captured is reported once, and
+        never tried again.
+        """
+        rows = batch.num_seqs
+        if self.refused or rows > self._sizes[-1] or batch.num_tokens != rows:
+            return None
+        size = self._sizes[bisect_left(self._sizes, rows)]
+        # What an earlier batch left in the rows behind are valid ids and positions.
+        self._input_ids[0, :rows].copy_(input_ids, non_blocking=True)
+        self._positions[0, :rows].copy_(positions, non_blocking=True)
+        self._backend.prepare(pad_decodes(batch, size))
+        if (param_set, size) not in self._graphs and not self._record(param_set, size):
+            return None
+        self._graphs[param_set, size].replay()
+        self.replays += 1
+        return self._logits[:rows]
+
+    def _record(self, param_set: int, size: int) -> bool:
+        def work() -> None:
+            logits = self._forward(self._input_ids[:, :size], self._positions[:, :size], self._head_rows[:size])
+            if not self._logits.numel():  # one buffer for all graphs, outside their pool: made before any is captured
+                self._logits = logits.new_empty(self._head_rows.numel(), logits.shape[-1])
+            self._logits[:size].copy_(logits)
+
+        try:
+            self._graphs[param_set, size] = self._capture(work)
+        except RuntimeError as error:
+            logger.warning("this model can't be captured as a CUDA graph, decoding without graphs: %s", error)
+            self.refused = True
+        return not self.refused

@@ -1,0 +1,16 @@
+"""Why a weight update, or one call of it, was refused."""
+
+from __future__ import annotations
+
+
+class WeightUpdateError(Exception):
+    """A refused or failed call: the HTTP status to answer with, and a sentence with the value and the remedy.
+
+    400: the body, or what it names, is wrong. 409: the call comes out of order. 503: the sender was lost or stalled.
+    500: a fault of our own.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message

@@ -1,0 +1,300 @@
+"""Weights broadcast by the trainer, over gloo or NCCL, one broadcast a parameter or packed into buffers.
+
+The groups are made by hand, beside any default group: a `PrefixStore("rollout", TCPStore(...))` that the trainer's rank
+0 hosts, and a bare ProcessGroupGloo or ProcessGroupNCCL over it. `VllmNcclGroup` speaks to trainers that use vLLM's own
+communicator: no process group, but a raw NCCL communicator whose unique id lies, pickled, in a TCPStore.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import ctypes
+import pickletools
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from rollout.weights.bodies import Announcement, InitInfo
+from rollout.weights.errors import WeightUpdateError
+from rollout.weights.store import Incoming, Staging
+
+_UNIQUE_ID_BYTES = 128
+
+
+class Group(Protocol):
+    """The receiving end of a group whose rank 0 is the trainer."""
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Receive a contiguous tensor from rank 0; on return, in the order of the current stream, it is filled."""
+
+    def close(self) -> None:
+        """Leave."""
+
+
+class GlooGroup:
+    """ProcessGroupGloo: CPU tensors, as bytes. A blocked broadcast ends only by its own timeout."""
+
+    def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
+        self._group: Any = dist.ProcessGroupGloo(
+            _store(info, timeout_s), info.rank_offset, info.world_size, timedelta(seconds=timeout_s)
+        )
+        self._device = device
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Receive; through host memory where the tensor is on another device."""
+        landing = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
+        self._group.broadcast(landing.view(-1).view(torch.uint8), 0).wait()
+        if landing is not tensor:
+            tensor.copy_(landing)
+
+    def close(self) -> None:
+        """Drop the group and its sockets."""
+        del self._group
+
+
+class NcclGroup:
+    """ProcessGroupNCCL. Its watchdog would end the process on a timeout, so the deadline is kept here."""
+
+    def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timedelta(days=365)
+        self._timeout_s = timeout_s
+        self._group: Any = dist.ProcessGroupNCCL(_store(info, timeout_s), info.rank_offset, info.world_size, options)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Receive, or abort the communicator when nothing came in time."""
+        work = self._group.broadcast(tensor, 0)
+        deadline = time.monotonic() + self._timeout_s
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                self._group.abort()
+                raise TimeoutError(f"no broadcast arrived within {self._timeout_s:g} s")
+            time.sleep(0.0005)
+        work.wait()
+
+    def close(self) -> None:
+        """Abort the communicator: nothing is in flight that anybody waits for."""
+        self._group.abort()
+
+
+class VllmNcclGroup:
+    """A raw NCCL communicator, as vLLM's StatelessProcessGroup + PyNcclCommunicator build it on the trainer's side."""
+
+    def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
+        class UniqueId(ctypes.Structure):
+            _fields_ = [("internal", ctypes.c_byte * _UNIQUE_ID_BYTES)]
+
+        self._timeout_s = timeout_s
+        self._nccl = ctypes.CDLL("libnccl.so.2")
+        unique_id = UniqueId.from_buffer_copy(_unique_id(info, timeout_s))
+        self._comm = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            self._call(
+                "ncclCommInitRank", ctypes.byref(self._comm), ctypes.c_int(info.world_size), unique_id,
+                ctypes.c_int(info.rank_offset),
+            )  # fmt: skip
+            one = torch.zeros(1, device=device)
+            # 7 is ncclFloat32, 0 is ncclSum.
+            self._on_stream("ncclAllReduce", one, one, ctypes.c_size_t(1), ctypes.c_int(7), ctypes.c_int(0))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Receive as bytes: 0 is ncclInt8, and the root."""
+        self._on_stream(
+            "ncclBroadcast", tensor, tensor, ctypes.c_size_t(tensor.nbytes), ctypes.c_int(0), ctypes.c_int(0)
+        )
+
+    def _on_stream(self, function: str, sent: torch.Tensor, received: torch.Tensor, *rest: Any) -> None:
+        stream = torch.cuda.current_stream(received.device)
+        pointers = (ctypes.c_void_p(sent.data_ptr()), ctypes.c_void_p(received.data_ptr()))
+        self._call(function, *pointers, *rest, self._comm, ctypes.c_void_p(stream.cuda_stream))
+        deadline = time.monotonic() + self._timeout_s
+        while not stream.query():
+            if time.monotonic() > deadline:
+                self.close()
+                raise TimeoutError(f"{function} did not finish within {self._timeout_s:g} s")
+            time.sleep(0.0005)
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        status = getattr(self._nccl, function)(*arguments)
+        if status != 0:
+            raise RuntimeError(f"{function} failed with ncclResult {status}")
+
+    def close(self) -> None:
+        """Abort the communicator, once."""
+        if self._comm:
+            self._nccl.ncclCommAbort(self._comm)
+            self._comm = ctypes.c_void_p()
+
+
+class BroadcastTransport:
+    """Receives what `update_info` announces from the trainer's broadcasts."""
+
+    spent_by_failure = True
+
+    def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
+        raw_nccl = info.backend is None and device.type == "cuda"
+        self.name = info.backend or ("nccl" if raw_nccl else "gloo")
+        if self.name == "nccl" and device.type != "cuda":
+            raise WeightUpdateError(400, f"backend 'nccl' needs a CUDA engine, this one is on {device}; use 'gloo'")
+        if not (raw_nccl and info.nccl_unique_id_b64) and (info.master_address is None or info.master_port is None):
+            raise WeightUpdateError(400, "init_info needs master_address and master_port: the trainer's store")
+        if info.master_port is not None and not 0 < info.master_port < 1 << 16:
+            raise WeightUpdateError(400, f"init_info.master_port must be in [1, 65535], got {info.master_port}")
+        if not 1 <= info.rank_offset < info.world_size:
+            raise WeightUpdateError(
+                400,
+                f"init_info.rank_offset {info.rank_offset} must be at least 1 and below world_size {info.world_size}",
+            )
+        if info.packed_buffer_size_bytes < 1:
+            raise WeightUpdateError(
+                400, f"init_info.packed_buffer_size_bytes must be at least 1, got {info.packed_buffer_size_bytes}"
+            )
+        self._info, self._timeout_s, self._device = info, timeout_s, device
+        kinds: dict[str, type[GlooGroup] | type[NcclGroup]] = {"gloo": GlooGroup, "nccl": NcclGroup}
+        self._kind: Callable[[InitInfo, float, torch.device], Group] = VllmNcclGroup if raw_nccl else kinds[self.name]
+        self._group: Group | None = None
+        self._last: Announcement | None = None
+
+    def connect(self) -> None:
+        """Join the trainer's group. Raises WeightUpdateError 503 where it does not come to be in time."""
+        where = f"{self._info.master_address}:{self._info.master_port}"
+        try:
+            self._group = self._kind(self._info, self._timeout_s, self._device)
+        except (RuntimeError, OSError) as error:
+            raise WeightUpdateError(503, f"no group with the trainer at {where}: {_first_line(error)}") from error
+
+    def describe(self, info: Announcement) -> Announcement:
+        """Three empty lists stand for the last call's."""
+        if info.names or info.dtype_names or info.shapes:
+            self._last = info
+        elif self._last is None:
+            raise WeightUpdateError(400, "update_info names no tensors, and there was no earlier call to reuse")
+        assert self._last is not None
+        last = self._last
+        return Announcement(last.names, last.dtype_names, last.shapes, info.packed, info.packed_buffer_size_bytes)
+
+    def receive(
+        self, info: Announcement, plan: list[Incoming], staging: Staging, progress: Callable[[int], Any]
+    ) -> None:
+        """Receive in order. Raises WeightUpdateError 503 when the trainer is lost or stalls for the timeout."""
+        packed = self._info.packed if info.packed is None else info.packed
+        try:
+            if packed:
+                limit = info.packed_buffer_size_bytes or self._info.packed_buffer_size_bytes
+                self._receive_packed(plan, limit, staging, progress)
+            else:
+                for item in plan:
+                    self._receive_one(item, staging, as_bytes=False)
+                    progress(item.nbytes)
+        except (RuntimeError, TimeoutError) as error:
+            raise WeightUpdateError(
+                503, f"the trainer's broadcast was lost or took over {self._timeout_s:g} s: {_first_line(error)}"
+            ) from error
+
+    def _receive_one(self, item: Incoming, staging: Staging, *, as_bytes: bool) -> None:
+        landing = staging.direct(item)
+        if landing is None:
+            landing = torch.empty(item.target.size, dtype=item.dtype, device=self._device)
+        self._broadcast(landing.view(-1).view(torch.uint8) if as_bytes else landing)
+        staging.place(item, landing)
+
+    def _receive_packed(
+        self, plan: list[Incoming], limit: int, staging: Staging, progress: Callable[[int], Any]
+    ) -> None:
+        buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+        for group in packed_groups(plan, limit):
+            size = sum(item.nbytes for item in group)
+            if len(group) == 1:
+                self._receive_one(group[0], staging, as_bytes=True)
+            else:
+                if buffer.numel() < size:
+                    buffer = torch.empty(0, dtype=torch.uint8, device=self._device)  # free before growing
+                    buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+                self._broadcast(buffer[:size])
+                _unpack(buffer, group, staging)
+            progress(size)
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        assert self._group is not None
+        self._group.broadcast(tensor)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+def packed_groups(plan: list[Incoming], limit: int) -> Iterator[list[Incoming]]:
+    """The items of each packed buffer: a buffer is sent once its size exceeds `limit` bytes, the last one as it is."""
+    group: list[Incoming] = []
+    size = 0
+    for item in plan:
+        group.append(item)
+        size += item.nbytes
+        if size > limit:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _unpack(buffer: torch.Tensor, group: list[Incoming], staging: Staging) -> None:
+    offset = 0
+    for item in group:
+        piece = buffer[offset : offset + item.nbytes]
+        if piece.storage_offset() % item.dtype.itemsize:
+            piece = piece.clone()  # a view of a wider dtype must start on a multiple of its size
+        staging.place(item, piece.view(item.dtype).view(item.target.size))
+        offset += item.nbytes
+
+
+def unpickled_bytes(data: bytes) -> bytes:
+    """The one 128-byte string in a pickle, read from its opcodes; nothing is ever unpickled. Raises ValueError."""
+    arguments = [argument for _, argument, _ in pickletools.genops(data)]
+    found = [bytes(a) for a in arguments if isinstance(a, bytes | bytearray) and len(a) == _UNIQUE_ID_BYTES]
+    if len(found) != 1:
+        raise ValueError(f"expected one {_UNIQUE_ID_BYTES}-byte string in the pickled ncclUniqueId, found {len(found)}")
+    return found[0]
+
+
+def _unique_id(info: InitInfo, timeout_s: float) -> bytes:
+    if info.nccl_unique_id_b64 is not None:
+        try:
+            unique_id = base64.b64decode(info.nccl_unique_id_b64, validate=True)
+        except binascii.Error as error:
+            raise WeightUpdateError(400, f"init_info.nccl_unique_id_b64 is not base64: {error}") from error
+        if len(unique_id) != _UNIQUE_ID_BYTES:
+            raise WeightUpdateError(400, f"init_info.nccl_unique_id_b64 holds {len(unique_id)} bytes, not 128")
+        return unique_id
+    store = _tcp_store(info, timeout_s, wait_for_workers=False)
+    try:
+        return unpickled_bytes(store.get("broadcast_from/0/0"))
+    except ValueError as error:
+        raise WeightUpdateError(400, str(error)) from error
+
+
+def _store(info: InitInfo, timeout_s: float) -> dist.PrefixStore:
+    return dist.PrefixStore("rollout", _tcp_store(info, timeout_s, wait_for_workers=True))
+
+
+def _tcp_store(info: InitInfo, timeout_s: float, *, wait_for_workers: bool) -> dist.TCPStore:
+    assert info.master_address is not None
+    assert info.master_port is not None
+    return dist.TCPStore(
+        info.master_address,
+        info.master_port,
+        info.world_size,
+        False,
+        timedelta(seconds=timeout_s),
+        wait_for_workers=wait_for_workers,
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0][:300]

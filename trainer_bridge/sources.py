@@ -1,0 +1,96 @@
+"""Where the weights of a push come from: named tensors in a stable order, one at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+# What wrappers (torch.compile, activation checkpointing) put into parameter names.
+_WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What the server is told of a tensor before it comes: its checkpoint or module name, dtype, and full shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WeightSource(Protocol):
+    """Named tensors. `distributed` sources are sharded: every rank must iterate them, and together."""
+
+    @property
+    def distributed(self) -> bool:
+        """Whether iterating is a collective of the trainer's ranks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+
+    def infos(self) -> list[TensorInfo]:
+        """What `tensors` will yield, in its order."""
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The full, detached, contiguous tensors. Each may be freed once the next is asked for."""
+
+
+class StateDictSource:
+    """The floating tensors of a mapping, in its order, as they are when they are sent."""
+
+    def __init__(self, state_dict: dict[str, torch.Tensor]) -> None:
+        self._tensors = {name: t for name, t in state_dict.items() if t.is_floating_point()}
+        if not self._tensors:
+            raise ValueError("a weight source needs at least one floating tensor, got none")
+
+    @property
+    def distributed(self) -> bool:
+        """True where a tensor is a DTensor."""
+        return any(isinstance(t, DTensor) for t in self._tensors.values())
+
+    @property
+    def device(self) -> torch.device:
+        """The first tensor's device."""
+        return next(iter(self._tensors.values())).device
+
+    def infos(self) -> list[TensorInfo]:
+        """Names, dtypes and full shapes."""
+        return [TensorInfo(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """One full tensor at a time; a DTensor is gathered by all ranks."""
+        for tensor in self._tensors.values():
+            detached = tensor.detach()
+            yield (detached.full_tensor() if isinstance(detached, DTensor) else detached).contiguous()
+
+
+class ModuleSource(StateDictSource):
+    """A module's parameters and persistent floating buffers; a tied parameter is sent once, under its first name.
+
+    Takes plain modules, DistributedDataParallel, torch.compile'd modules and FSDP2 (`fully_shard`).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        while isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        found: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                for part in _WRAPPER_PARTS:
+                    name = name.replace(part, "")
+                found[name] = tensor
+        super().__init__(found)
