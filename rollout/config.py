@@ -48,6 +48,7 @@ class EngineConfig:
         "full", "full: receive into a second copy. in_place: into the live one, paused."
     )
     allow_partial_updates: bool = _flag(False, "Accept updates that name only a subset of the parameters.")
+    weight_update_timeout_s: float = _flag(300.0, "Longest wait for any one step of a weight update, in seconds.")
     logprobs_mode: LogprobsMode = _flag("raw_logprobs", "Logprobs before any filter, or of the sampled distribution.")
     max_logprobs: int = _flag(20, "Largest `logprobs` a request may ask for.")
     attention_backend: AttentionBackendName = _flag("auto", "auto: torch on CPU; flash_attn, else triton, on CUDA.")
@@ -67,6 +68,8 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence decodes one token a step"
             )
+        if not self.weight_update_timeout_s > 0:
+            raise ValueError(f"weight_update_timeout_s must be positive, got {self.weight_update_timeout_s}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
 
@@ -82,7 +85,6 @@ class ServerConfig:
     tokens_only: bool = _flag(False, "Token-in/token-out only: no tokenizer is loaded; implies --enable-scale-out.")
     return_sampling_mask: bool = _flag(False, "Answers carry the support of each sampled distribution.")
     api_key: tuple[str, ...] = _flag((), "Bearer keys that guard all but /health; may be repeated.")
-    weight_update_timeout_s: float = _flag(300.0, "Longest wait for any one step of a weight update, in seconds.")
     engine_start_timeout_s: float = _flag(600.0, "Longest wait for the engine to load the model, in seconds.")
     engine_stall_timeout_s: float = _flag(
         300.0, "An engine silent for this long, and then deaf to a probe for as long, is declared dead, in seconds."

@@ -32,9 +32,12 @@ class Engine:
     def __init__(self, config: EngineConfig, wake: Callable[[], None] = lambda: None) -> None:
         self.config = config
         self.runner = ModelRunner(config)
-        self.store = WeightStore(self.runner.model, allow_partial=config.allow_partial_updates)
+        self.store = WeightStore(
+            self.runner.model, allow_partial=config.allow_partial_updates, weight_staging=config.weight_staging
+        )
         self.weights = WeightUpdater(
             self.store,
+            timeout_s=config.weight_update_timeout_s,
             device=self.runner.device,
             wake=wake,
             info=lambda: {"kv_policy": config.kv_policy, "logprobs_mode": config.logprobs_mode},

@@ -1,0 +1,96 @@
+"""The command line: `rollout serve | bench | demo`. The flags of `serve` are the fields of the two configurations.
+
+Imported again by the engine process as it starts, so it imports nothing slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from rollout.config import EngineConfig, ServerConfig
+
+# Commands that live in modules of their own, imported only when the command line is used.
+COMMANDS = {"bench": "rollout.bench", "demo": "rollout.demo.cli"}
+
+app = typer.Typer(
+    name="rollout",
+    help="The generation backend for reinforcement learning of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _root() -> None:
+    pass  # makes `serve` a subcommand, also while it is the only one
+
+
+def flags_of(*configs: type) -> list[inspect.Parameter]:
+    """One keyword parameter a field, as typer reads them: `max_num_seqs` is `--max-num-seqs`, `model` is positional."""
+    parameters = []
+    for config in configs:
+        types = get_type_hints(config)
+        for field in dataclasses.fields(config):
+            kind, default = types[field.name], field.default
+            flag: Any = typer.Option(help=field.metadata["help"])
+            if kind == tuple[str, ...]:
+                kind, default = list[str], []
+            if field.name == "model":
+                flag, default = typer.Argument(help=field.metadata["help"], metavar="MODEL"), inspect.Parameter.empty
+            parameters.append(
+                inspect.Parameter(
+                    field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, flag]
+                )
+            )
+    return parameters
+
+
+def config_from(config: type[Any], values: dict[str, Any]) -> Any:
+    """An instance of this configuration from parsed flags. A value that it refuses is a usage error naming the flag."""
+    names = [field.name for field in dataclasses.fields(config)]
+    given = {name: tuple(values[name]) if isinstance(values[name], list) else values[name] for name in names}
+    try:
+        return config(**given)
+    except ValueError as error:
+        name = str(error).partition(" ")[0]
+        hint = "--" + name.replace("_", "-") if name in names else None
+        raise typer.BadParameter(str(error), param_hint=hint) from None
+
+
+def _with_flags(*configs: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        parameters = flags_of(*configs)
+        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return function
+
+    return decorate
+
+
+@app.command()
+@_with_flags(EngineConfig, ServerConfig)
+def serve(**values: Any) -> None:
+    """Serve MODEL over HTTP until SIGTERM or Ctrl-C."""
+    engine_config, server_config = config_from(EngineConfig, values), config_from(ServerConfig, values)
+    from rollout.server.main import serve as run
+
+    raise typer.Exit(run(engine_config, server_config))
+
+
+def main() -> None:
+    """The entry point of the `rollout` script."""
+    for name, module in COMMANDS.items():
+        if importlib.util.find_spec(module):
+            app.command(name)(getattr(importlib.import_module(module), name))
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""What is asked of a server beside generation: is it alive, what does it serve, pause, resume, abort."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends, Request, Response
+
+from rollout import __version__
+from rollout.server.engine_client import EngineError
+from rollout.server.errors import ApiError
+from rollout.server.state import PauseMode, ServerDep, require_json
+
+router = APIRouter(dependencies=[Depends(require_json)])
+
+# For calls that the engine answers between two steps; a step may be a long one.
+CONTROL_TIMEOUT_S = 60.0
+
+
+@router.get("/health")
+async def health(server: ServerDep) -> Response:
+    """200 and no body; 503 once the engine is dead."""
+    if server.engine.error is not None:
+        raise server.engine.error
+    return Response()
+
+
+@router.get("/ping")
+@router.post("/ping")
+async def ping(server: ServerDep) -> Response:
+    """The same under the name that SageMaker probes."""
+    return await health(server)
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """This package's version."""
+    return {"version": __version__}
+
+
+@router.get("/v1/models")
+async def models(server: ServerDep) -> dict[str, Any]:
+    """The one model served, in OpenAI's list form."""
+    permission = {
+        "id": f"modelperm-{uuid.uuid4().hex[:16]}",
+        "object": "model_permission",
+        "created": server.created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
+    model = {
+        "id": server.model_name,
+        "object": "model",
+        "created": server.created,
+        "owned_by": "rollout",
+        "root": server.engine_config.model,
+        "parent": None,
+        "max_model_len": server.engine.info.max_model_len,
+        "permission": [permission],
+    }
+    return {"object": "list", "data": [model]}
+
+
+@router.get("/server_info")
+async def server_info(server: ServerDep) -> dict[str, Any]:
+    """The part of vLLM's configuration that trainers read (TRL asks for it with `config_format=json`)."""
+    info = server.engine.info
+    return {
+        "vllm_config": {
+            "model_config": {"dtype": f"torch.{info.dtype}"},
+            "lora_config": None,
+            "parallel_config": {"data_parallel_size": 1},
+            "weight_transfer_config": {"backend": "nccl" if info.device.startswith("cuda") else "gloo"},
+        }
+    }
+
+
+@router.post("/pause")
+async def pause(server: ServerDep, mode: PauseMode = "abort") -> dict[str, str]:
+    """Stop generating. abort: running requests end now; wait: once they have finished; keep: they go on at resume.
+
+    New requests are refused in the first two modes, queued in the third. A wait that takes too long is a 503, and the
+    pause stands.
+    """
+    # Set first: what is sent after the call would not be covered by it.
+    before, server.pause_mode = server.pause_mode, mode
+    try:
+        await server.engine.call("pause", {"mode": mode}, timeout_s=server.engine_config.weight_update_timeout_s)
+    except EngineError as error:
+        if error.status < 500:  # refused, so nothing has changed
+            server.pause_mode = before
+        raise
+    return {"status": "paused"}
+
+
+@router.post("/resume")
+async def resume(server: ServerDep) -> dict[str, str]:
+    """Generate again."""
+    await server.engine.call("resume", timeout_s=CONTROL_TIMEOUT_S)
+    server.pause_mode = None
+    return {"status": "resumed"}
+
+
+@router.get("/is_paused")
+async def is_paused(server: ServerDep) -> dict[str, Any]:
+    """Whether the engine is paused."""
+    return await server.engine.call("is_paused", timeout_s=CONTROL_TIMEOUT_S)
+
+
+@router.post("/reset_prefix_cache")
+async def reset_prefix_cache(server: ServerDep) -> dict[str, bool]:
+    """Forget every cached prefix."""
+    await server.engine.call("reset_prefix_cache", timeout_s=CONTROL_TIMEOUT_S)
+    return {"success": True}
+
+
+@router.post("/abort_requests")
+async def abort_requests(
+    request: Request, server: ServerDep, request_ids: Annotated[list[str] | None, Body(embed=True)] = None
+) -> Any:
+    """End these requests, or all. A caller without the key gets the legacy call: named ids only, an empty answer."""
+    if not request.state.authenticated:
+        if request_ids is None:
+            raise ApiError(400, "Missing 'request_ids' in request body", type="Bad Request")
+        server.engine.abort(request_ids)
+        return Response()
+    return {"status": "aborted", "aborted": server.engine.abort(request_ids)}

@@ -1,0 +1,62 @@
+"""Weight updates: each path is the engine's method of the same name, the JSON body its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Body, Depends
+
+from rollout.server.state import Server, ServerDep, require_json
+
+router = APIRouter(dependencies=[Depends(require_json)])
+
+Endpoint = Callable[[Server, dict[str, Any] | None], Awaitable[dict[str, Any]]]
+
+_CALLS = {
+    "init_weight_transfer_engine": 'Join the trainer\'s group: `{"init_info": {…}}`. Answers once both sides have met.',
+    "start_weight_update": "Open an update session.",
+    "update_weights": 'Receive the parameters that `{"update_info": {…}}` names into staging.',
+    "finish_weight_update": "Check what was received, commit it at a step boundary, label it with `weight_version`.",
+    "abort_weight_update": "Drop the open session; the weights that serve stay.",
+    "shutdown_weight_transfer_engine": "Leave the trainer's group.",
+    "weight_checker": "Checksums of the stored weights, or their comparison with a `baseline`.",
+}
+
+
+# The engine bounds every single wait of an update and says which one failed; a whole update may rightly take many of
+# them. This bound is only for an engine that answers its probes and yet never ends a call.
+_WHOLE_UPDATE_S = 6 * 3600.0
+
+
+async def _call(server: Server, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+    return await server.engine.call(method, params, timeout_s=_WHOLE_UPDATE_S)
+
+
+def _endpoint(method: str) -> Endpoint:
+    async def endpoint(server: ServerDep, body: Annotated[dict[str, Any] | None, Body()] = None) -> dict[str, Any]:
+        return await _call(server, method, body)
+
+    return endpoint
+
+
+for _method, _description in _CALLS.items():
+    router.add_api_route(f"/{_method}", _endpoint(_method), methods=["POST"], name=_method, description=_description)
+
+
+@router.post("/update_weight_version")
+async def update_weight_version(server: ServerDep, new_version: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
+    """Relabel the weights that serve."""
+    return await _call(server, "update_weight_version", {"new_version": new_version})
+
+
+@router.get("/weight_info")
+async def weight_info(server: ServerDep) -> dict[str, Any]:
+    """The label and epoch that serve, the session's state, the last error."""
+    return await _call(server, "weight_info")
+
+
+@router.get("/get_world_size")
+async def get_world_size(include_dp: bool = True) -> dict[str, int]:
+    """How many ranks of the trainer's group this server takes: one, with or without data parallelism."""
+    return {"world_size": 1}

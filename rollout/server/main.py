@@ -1,0 +1,121 @@
+"""The life of the server process: bind, start the engine, serve, and end within seconds when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+import uvloop
+
+from rollout.config import EngineConfig, ServerConfig
+from rollout.server.engine_client import EngineClient, EngineError, EngineTarget, run_engine
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+
+# How long answers in flight may take to be written once their requests have been aborted.
+_GRACE_S = 4
+
+
+def serve(engine_config: EngineConfig, config: ServerConfig, *, target: EngineTarget = run_engine) -> int:
+    """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 1 where the address is taken or no engine starts."""
+    started = time.perf_counter()
+    try:
+        listener = _bind(config.host, config.port)
+    except (OSError, OverflowError) as error:
+        print(f"rollout: can't listen on {config.host}:{config.port}: {error}", file=sys.stderr)
+        return 1
+    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(engine_config, config, listener, target, started))
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+async def _serve(
+    engine_config: EngineConfig, config: ServerConfig, listener: socket.socket, target: EngineTarget, started: float
+) -> int:
+    told_to_stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
+    stopping = asyncio.create_task(told_to_stop.wait())
+    engine = EngineClient(engine_config, target=target, stall_timeout_s=config.engine_stall_timeout_s)
+    engine.start()
+    try:
+        loading = asyncio.create_task(engine.wait_ready(config.engine_start_timeout_s))
+        await asyncio.sleep(0)
+        from rollout.server.app import create_app  # imports the HTTP stack while the model loads
+
+        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            loading.cancel()
+            return 0
+        loading.result()
+        await _serve_http(create_app(engine, engine_config, config), engine, config, listener, stopping, started)
+        return 0
+    except EngineError as error:
+        print(f"rollout: {error}", file=sys.stderr)
+        return 1
+    finally:
+        stopping.cancel()
+        await engine.stop()
+
+
+async def _serve_http(
+    app: FastAPI,
+    engine: EngineClient,
+    config: ServerConfig,
+    listener: socket.socket,
+    stopping: asyncio.Task[bool],
+    started: float,
+) -> None:
+    http = _http_server(app, config)
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    while not http.started and not serving.done():
+        await asyncio.sleep(0.01)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    print(
+        f"rollout: serving {app.state.server.model_name} on http://{host}:{listener.getsockname()[1]} "
+        f"({time.perf_counter() - started:.1f} s)",
+        flush=True,
+    )
+    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    app.state.server.stopping = True
+    http.should_exit = True
+    with contextlib.suppress(EngineError):
+        engine.abort(None)
+    await serving
+
+
+def _http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+    import uvicorn
+
+    class HttpServer(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Generator[None, None, None]:
+            yield  # signals are this module's business
+
+    return HttpServer(
+        uvicorn.Config(
+            app,
+            log_level=config.uvicorn_log_level,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+    )

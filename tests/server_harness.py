@@ -1,0 +1,97 @@
+"""A real HTTP server over the fake engine process, on a thread of the test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import fake_engine
+import uvicorn
+
+from rollout.config import EngineConfig, ServerConfig
+from rollout.server.app import create_app
+from rollout.server.engine_client import EngineClient
+
+
+@dataclass
+class RunningServer:
+    """Where it listens, and a way to ask its engine behind its back."""
+
+    url: str
+    engine: EngineClient
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def engine_pid(self) -> int:
+        """The process to kill."""
+        pid = self.engine._process.pid
+        assert pid is not None
+        return pid
+
+    def stats(self) -> dict[str, Any]:
+        """What the fake engine was asked so far."""
+        asked = asyncio.run_coroutine_threadsafe(self.engine.call("stats", timeout_s=10), self.loop)
+        return asked.result(10)
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    """Return once the condition holds; fail where it doesn't in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def running_server(
+    config: ServerConfig | None = None, *, model: str | None = None, stall_timeout_s: float = 60.0
+) -> Iterator[RunningServer]:
+    """Serve as `smol`, token-in/token-out and masks on, from an empty model folder, unless told otherwise."""
+    config = config or ServerConfig(served_model_name="smol", enable_scale_out=True, return_sampling_mask=True)
+    started: list[RunningServer | BaseException] = []
+    ready = threading.Event()
+    http: list[uvicorn.Server] = []
+
+    async def serve(model: str) -> None:
+        engine_config = EngineConfig(model=model)
+        engine = EngineClient(engine_config, target=fake_engine.run_engine, stall_timeout_s=stall_timeout_s)
+        engine.start()
+        try:
+            await engine.wait_ready(30)
+            app = create_app(engine, engine_config, config)
+            http.append(uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")))
+            listener = socket.create_server(("127.0.0.1", 0))
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            started.append(RunningServer(url, engine, asyncio.get_running_loop()))
+            ready.set()
+            await http[0].serve(sockets=[listener])
+        finally:
+            await engine.stop()
+
+    def run() -> None:
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                asyncio.run(serve(model or folder))
+        except BaseException as error:
+            started.append(error)
+        finally:
+            ready.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        assert ready.wait(60)
+        assert isinstance(started[0], RunningServer), started
+        yield started[0]
+    finally:
+        for server in http:
+            server.should_exit = server.force_exit = True
+        thread.join(30)
+    assert not thread.is_alive()
