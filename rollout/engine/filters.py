@@ -149,7 +149,7 @@ def divide_by_temperature(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 def drop_below_min_p(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Drop tokens less likely than `min_p` times the likeliest (Nguyen et al. 2024, arXiv:2407.01082)."""
-    min_ps = [0.0 if row.params.greedy else row.params.min_p for row in rows]
+    min_ps = [row.params.min_p for row in rows]
     if any(min_ps):
         logs = [math.log(p) if p > 0 else -math.inf for p in min_ps]
         limits = logits.amax(-1, keepdim=True) + torch.tensor(logs, dtype=torch.float32, device=logits.device)[:, None]

@@ -111,9 +111,9 @@ class Scheduler:
         insort(self.waiting, sequence, key=self._order)
 
     def _give_up(self, sequence: Sequence) -> None:
-        """Free its blocks; prompt logprobs that are not complete are collected from the start again."""
+        """Free its blocks; prompt logprobs that choice 0 has not delivered yet are collected from the start again."""
         self.kv.free(sequence)
-        if sequence.request.needs_every_prompt_row:
+        if sequence.request.needs_every_prompt_row or not (sequence.index or sequence.output_len):
             del sequence.request.prompt_logprobs[1:]
 
     # -- one step
