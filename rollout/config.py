@@ -43,7 +43,10 @@ class EngineConfig:
     gpu_memory_utilization: float = _flag(0.9, "Share of GPU memory for weights, staging and cache together.")
     enable_prefix_caching: bool = _flag(True, "Reuse the blocks of a shared prefix (never across weight epochs).")
     scheduling_policy: SchedulingPolicy = _flag("fcfs", "fcfs, or priority (lower values first, then arrival).")
-    kv_policy: KVPolicy = _flag("keep", "What a weight commit does to the cache of running requests.")
+    kv_policy: KVPolicy | None = _flag(
+        None, "What a commit does to the cache of running requests. Default: keep; recompute if --batch-invariant."
+    )
+    batch_invariant: bool = _flag(False, "The same bits for a request alone and in any batch; checked at start.")
     weight_staging: WeightStaging = _flag(
         "full", "full: receive into a second copy. in_place: into the live one, paused."
     )
@@ -54,6 +57,11 @@ class EngineConfig:
     attention_backend: AttentionBackendName = _flag("auto", "auto: torch on CPU; flash_attn, else triton, on CUDA.")
     enforce_eager: bool = _flag(False, "Never capture CUDA graphs.")
     num_threads: int | None = _flag(None, "Threads for CPU arithmetic. Default: torch's.")
+
+    @property
+    def default_kv_policy(self) -> KVPolicy:
+        """The policy of an update that names none."""
+        return self.kv_policy or ("recompute" if self.batch_invariant else "keep")
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):

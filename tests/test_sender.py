@@ -318,5 +318,5 @@ def test_a_peer_that_takes_no_broadcast_is_noticed_within_the_timeout():
         group = TrainerGroup("gloo", store, 2, timeout_s=2.0)
         peer.result(10)
     with pytest.raises((TimeoutError, RuntimeError)):
-        group.broadcast(torch.zeros(1 << 26, dtype=torch.uint8), Future())
+        group.broadcast(torch.zeros(1 << 26, dtype=torch.uint8), [Future()])
     group.leave()

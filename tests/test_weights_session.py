@@ -243,6 +243,7 @@ def test_weight_info_says_what_the_last_update_was(server, tmp_path):
         "weight_version": "default",
         "epoch": 1,
         "state": "committed",
+        "weights": "valid",
         "last_error": None,
         "bytes": sum(t.nbytes for t in tensors.values()),
         "transport": "disk",

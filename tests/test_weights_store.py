@@ -169,11 +169,6 @@ def test_a_checksum_under_way_keeps_its_set_from_being_overwritten():
         assert all(torch.equal(seen[n], p) for n, p in llama(0).named_parameters())
 
 
-def test_in_place_staging_is_refused_for_now():
-    with pytest.raises(ValueError, match="in_place"):
-        WeightStore(llama(0), weight_staging="in_place")
-
-
 def test_a_checkpoint_form_that_is_no_slice_is_refused_by_name(tmp_path):
     from transformers.core_model_loading import Concatenate, WeightConverter
 

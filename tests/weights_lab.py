@@ -77,9 +77,9 @@ def same_weights(a: PreTrainedModel, b: PreTrainedModel) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
 
 
-def fill(store: WeightStore, tensors: dict[str, torch.Tensor]) -> Any:
+def fill(store: WeightStore, tensors: dict[str, torch.Tensor], **stage: Any) -> Any:
     """A staging that has received these tensors."""
-    staging = store.stage()
+    staging = store.stage(**stage)
     plan = staging.resolve(
         list(tensors), [str(t.dtype) for t in tensors.values()], [list(t.shape) for t in tensors.values()]
     )
@@ -100,10 +100,11 @@ class Server:
     """An updater, the engine loop that commits for it, and the HTTP routes of the weight endpoints."""
 
     def __init__(self, model: PreTrainedModel, *, timeout_s: float = 20.0, **options: Any) -> None:
-        allow_partial = options.pop("allow_partial", False)
+        store_options = {n: options.pop(n) for n in ("allow_partial", "weight_staging") if n in options}
         self.model = model
-        self.store = WeightStore(model, allow_partial=allow_partial)
-        self.updater = WeightUpdater(self.store, timeout_s=timeout_s, **options)
+        self.paused = False
+        self.store = WeightStore(model, **store_options)
+        self.updater = WeightUpdater(self.store, timeout_s=timeout_s, paused=lambda: self.paused, **options)
         self.commits: list[Commit] = []
         self.bodies: list[tuple[str, dict[str, Any]]] = []
         self.lose_answer_of: str | None = None

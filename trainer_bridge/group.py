@@ -34,15 +34,18 @@ class TrainerGroup:
             self._group = dist.ProcessGroupNCCL(prefixed, 0, world_size, options)
         self._abort = backend == "nccl"
 
-    def broadcast(self, tensor: torch.Tensor, call: Future[Any]) -> None:
-        """Send a contiguous tensor. Raises RuntimeError when `call` fails meanwhile, TimeoutError after the timeout."""
+    def broadcast(self, tensor: torch.Tensor, calls: list[Future[Any]]) -> None:
+        """Send a contiguous tensor.
+
+        Raises RuntimeError when one of `calls` fails meanwhile, TimeoutError after the timeout.
+        """
         work = self._group.broadcast(tensor, 0)
         deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():
-            if call.done() and call.exception() is not None:
-                raise RuntimeError("the server has given up on this update")
+            if any(call.done() and call.exception() is not None for call in calls):
+                raise RuntimeError("a server has given up on this update")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the server did not take a broadcast within {self._timeout_s:g} s")
+                raise TimeoutError(f"a server did not take a broadcast within {self._timeout_s:g} s")
             time.sleep(_POLL_S)
         work.wait()
 
@@ -71,10 +74,13 @@ def buffers(
 ) -> Iterator[torch.Tensor]:
     """What to broadcast, in order. A buffer is reused: it must be on its way before the next is asked for."""
     sizes = [sum(info.nbytes for info in group) for group in groups]
-    shared = max((size for size, group in zip(sizes, groups, strict=True) if len(group) > 1), default=0)
+    shared = max(
+        (size for size, group in zip(sizes, groups, strict=True) if len(group) > 1 or group[0].count is not None),
+        default=0,
+    )
     buffer = torch.empty(shared, dtype=torch.uint8, device=device)
     for size, group in zip(sizes, groups, strict=True):
-        if len(group) == 1:
+        if len(group) == 1 and group[0].count is None:
             tensor = next(tensors).to(device)
             yield tensor.view(-1).view(torch.uint8) if packed else tensor
             continue
@@ -82,4 +88,5 @@ def buffers(
         for info in group:
             buffer[offset : offset + info.nbytes].copy_(next(tensors).view(-1).view(torch.uint8))
             offset += info.nbytes
-        yield buffer[:size]
+        if size:  # else nothing changed in any of them
+            yield buffer[:size]

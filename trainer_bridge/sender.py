@@ -1,69 +1,71 @@
-"""Push a trainer's weights into a running server.
+"""Push a trainer's weights into running servers.
 
-Control calls go over HTTP, the tensors by broadcast in a group (this process is rank 0, the server's workers follow)
-that is made by hand and leaves any default process group alone. The server commits a push as a whole or keeps what it
-had.
+Control calls go over HTTP, the tensors by broadcast in a group (this process is rank 0, the servers' workers follow)
+that is made by hand and leaves any default process group alone, or as files on a disk that both sides see. A server
+commits a push as a whole or keeps what it had; of several servers all are ready before the first one commits.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, Literal, TypeVar
 
-import httpx
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer_bridge.baseline import Baseline, digested
+from trainer_bridge.control import Endpoint, ServerControl, WeightPushError, in_thread, on_all, result
+from trainer_bridge.folder import PushFolder
 from trainer_bridge.group import Backend, TrainerGroup, buffers, packed_groups
 from trainer_bridge.sources import ModuleSource, StateDictSource, TensorInfo, WeightSource
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 # Large enough that the cost of a broadcast vanishes, small enough that neither side misses the memory.
 PACKED_BUFFER_BYTES = 64 << 20
 
 
-class WeightPushError(RuntimeError):
-    """A push that did not happen: the server keeps the weights it had. The next push joins a fresh group by itself."""
-
-
-class _RefusedError(WeightPushError):
-    """The server answered with an error, so it has dropped the update itself."""
-
-
-class Endpoint(Protocol):
-    """Anything that knows a server's address and key, such as RolloutClient."""
-
-    @property
-    def base_url(self) -> str:
-        """http://host:port."""
-
-    @property
-    def api_key(self) -> str | None:
-        """The bearer key, if the server wants one."""
-
-
 @dataclass(frozen=True)
 class PushResult:
-    """A committed push: the server's label and weight epoch, bytes broadcast, seconds from start to commit.
+    """A committed push.
 
-    On ranks other than 0 of a sharded trainer, `version` is what `push` was given.
+    `version` is the server's label (on ranks other than 0 of a sharded trainer: what `push` was given); `epochs` the
+    weight epoch that it has on each server, in their order, and `epoch` the first of them; `bytes` what was sent, and
+    `bytes_saved` how much less that is than the whole; `seconds` from start to commit.
     """
 
     version: str
-    epoch: int
+    epochs: tuple[int, ...]
     bytes: int
     seconds: float
+    bytes_saved: int = 0
+
+    @property
+    def epoch(self) -> int:
+        """On the (first) server."""
+        return self.epochs[0]
+
+
+@dataclass
+class _Load:
+    """What one push sends: tensors as announced (`infos`), or a folder that is there already."""
+
+    infos: list[TensorInfo]
+    tensors: Iterator[torch.Tensor]
+    sparse: bool = False
+    saved: int = 0
+    checksums: dict[str, str] | None = None
+    path: Path | None = None
 
 
 class WeightSender:
@@ -75,50 +77,67 @@ class WeightSender:
 
     def __init__(
         self,
-        base_url: str,
-        source: WeightSource,
+        servers: Sequence[ServerControl],
+        source: WeightSource | None,
         *,
-        backend: Backend,
+        backend: Backend | Literal["disk"],
+        folder: PushFolder | None,
         packed: bool,
         timeout_s: float,
-        api_key: str | None,
     ) -> None:
+        self._servers = list(servers)
         self._source = source
-        self._backend: Backend = backend
+        self._backend, self._folder = backend, folder
         self._packed = packed
         self._timeout_s = timeout_s
-        self._base_url = base_url
-        self._leads = not source.distributed or dist.get_rank() == 0
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=base_url, headers=headers, trust_env=False)
+        self._distributed = source is not None and source.distributed
+        self._leads = not self._distributed or dist.get_rank() == 0
+        self._joined = False
         self._group: TrainerGroup | None = None
-        self._shared = (0, 0, 0.0)  # epoch, bytes and seconds, as rank 0 told the others
+        self._baseline: Baseline | None = None
+        # Epochs, bytes, seconds and bytes saved, as rank 0 told the others.
+        self._shared: tuple[tuple[int, ...], int, float, int] = ((0,), 0, 0.0, 0)
 
     @classmethod
     def connect(
         cls,
-        client: str | Endpoint,
-        model: nn.Module | dict[str, torch.Tensor] | WeightSource,
+        client: str | Endpoint | Sequence[str | Endpoint],
+        model: nn.Module | dict[str, torch.Tensor] | WeightSource | None,
         *,
-        backend: Backend | None = None,
+        backend: Backend | Literal["disk"] | None = None,
+        disk_path: str | Path | None = None,
         packed: bool = True,
         timeout_s: float = 300.0,
         api_key: str | None = None,
         force: bool = False,
     ) -> WeightSender:
-        """Join a group with the server at `client` (a URL, or a RolloutClient).
+        """Join a group with the server at `client` (a URL, or a RolloutClient), or with several of them.
 
-        `backend` is nccl for CUDA parameters and gloo for others unless given; `timeout_s` bounds every single wait;
-        `force` takes over from a trainer whose update is still making progress. Safe to repeat: a new sender takes
-        over from one that is gone. Raises WeightPushError where the server can't be reached or refuses.
+        `backend` is nccl for CUDA parameters and gloo for others unless given; `disk` writes each push as a new folder
+        in `disk_path`, which belongs to this sender alone and which the servers see under the same path (without a
+        `model` it serves for `push_folder`). `timeout_s` bounds every single wait; `force` takes over from a trainer
+        whose update is still making progress. Safe to repeat: a new sender takes over from one that is gone.
+        Raises WeightPushError where a server can't be reached or refuses.
         """
         if isinstance(model, nn.Module):
-            source: WeightSource = ModuleSource(model)
+            source: WeightSource | None = ModuleSource(model)
         else:
             source = StateDictSource(model) if isinstance(model, dict) else model
-        backend = backend or ("nccl" if source.device.type == "cuda" else "gloo")
-        url, key = (client, api_key) if isinstance(client, str) else (client.base_url, api_key or client.api_key)
-        sender = cls(url, source, backend=backend, packed=packed, timeout_s=timeout_s, api_key=key)
+        if (source is None or disk_path is not None) and backend != "disk":
+            raise ValueError(f"without a model, or with a disk_path, backend must be 'disk', got {backend!r}")
+        if backend is None:
+            backend = "nccl" if source is not None and source.device.type == "cuda" else "gloo"
+        clients = [client] if isinstance(client, str) or not isinstance(client, Sequence) else client
+        servers = [
+            ServerControl(c, api_key, timeout_s)
+            if isinstance(c, str)
+            else ServerControl(c.base_url, api_key or c.api_key, timeout_s)
+            for c in clients
+        ]
+        if not servers:
+            raise ValueError("connect needs at least one server, got none")
+        folder = None if disk_path is None else PushFolder(disk_path)
+        sender = cls(servers, source, backend=backend, folder=folder, packed=packed, timeout_s=timeout_s)
         try:
             sender._lead(lambda: sender._join(force))
         except BaseException:
@@ -132,24 +151,56 @@ class WeightSender:
         *,
         partial: bool = False,
         kv_policy: Literal["keep", "recompute"] | None = None,
+        weight_staging: Literal["full", "in_place"] | None = None,
+        verify: bool = False,
+        sparse: bool = False,
     ) -> PushResult:
-        """Send the weights as they are now; returns once the server samples from them.
+        """Send the weights as they are now; returns once every server samples from them.
 
         `version` labels them (None keeps the server's label), `partial` allows a source that holds a subset of the
-        parameters, `kv_policy` says what becomes of the cache of running requests (None: as the server was started).
-        Raises WeightPushError; the server then keeps what it had.
+        parameters, `kv_policy` says what becomes of the cache of running requests and `weight_staging` where the server
+        receives (in_place: into the live weights; pause it first). None: as the server was started.
+        `verify` sends a checksum of every tensor along, and nothing commits unless what arrived has it.
+        `sparse` sends only the elements that changed since the last push, where every server still serves that one and
+        it takes less than half the bytes; for that it keeps a copy of the weights in this process's CPU memory, until
+        a push without it.
+        Raises WeightPushError; a server then keeps what it had (unless it received in place).
         """
-        start: dict[str, Any] = {"is_checkpoint_format": True, "partial": partial}
-        if kv_policy is not None:
-            start["kv_policy"] = kv_policy
-        tensors = self._source.tensors()
-        result = self._lead(lambda: self._push(version, start, tensors), tensors)
-        return result or PushResult(version or "", *self._shared)
+        if self._source is None or (self._backend == "disk" and self._folder is None):
+            raise ValueError("connected without a model or a disk_path: only push_folder can push")
+        if sparse and self._backend == "disk":
+            raise ValueError("sparse pushes need a broadcast backend, this sender's is 'disk'")
+        start: dict[str, Any] = {"is_checkpoint_format": True, "partial": partial, "verify": verify}
+        start |= {"kv_policy": kv_policy, "weight_staging": weight_staging}
+        self._baseline = (self._baseline or Baseline()) if sparse else None
+        source, tensors = self._source, self._source.tensors()
+        pushed = self._lead(
+            lambda: self._push(version, start, lambda epochs: self._load(source.infos(), tensors, verify, epochs)),
+            tensors,
+        )
+        return pushed or PushResult(version or "", *self._shared)
+
+    def push_folder(
+        self,
+        path: str | Path,
+        version: str | None = None,
+        *,
+        kv_policy: Literal["keep", "recompute"] | None = None,
+        weight_staging: Literal["full", "in_place"] | None = None,
+    ) -> PushResult:
+        """Have the servers read a folder of safetensors, such as a transformers checkpoint (backend `disk`)."""
+        if self._backend != "disk":
+            raise ValueError(f"push_folder needs backend='disk', this sender's is {self._backend!r}")
+        start = {"kv_policy": kv_policy, "weight_staging": weight_staging}
+        folder = Path(path).absolute()
+        pushed = self._lead(lambda: self._push(version, start, lambda _: _Load([], iter(()), path=folder)))
+        return pushed or PushResult(version or "", *self._shared)
 
     def close(self) -> None:
-        """Leave the group. The server may be pushed to by another sender afterwards."""
+        """Leave the group. The servers may be pushed to by another sender afterwards."""
         self._drop_group()
-        self._http.close()
+        for server in self._servers:
+            server.close()
 
     def __enter__(self) -> WeightSender:
         return self
@@ -164,183 +215,170 @@ class WeightSender:
     def _lead(self, work: Callable[[], T], tensors: Iterable[torch.Tensor] = ()) -> T | None:
         """Do `work` on the rank that sends, while the others gather; then all ranks raise if it failed."""
         error: BaseException | None = None
-        result: T | None = None
+        done: T | None = None
         try:
             if self._leads:
-                result = work()
+                done = work()
         except BaseException as caught:
             error = caught
-        if self._source.distributed:
+        if self._distributed:
             for _ in tensors:  # a gather is a collective: rank 0 finishes its part also after a failure
                 pass
-            outcome = (result.epoch, result.bytes, result.seconds) if isinstance(result, PushResult) else (0, 0, 0.0)
-            verdict = torch.tensor([error is None, *outcome], dtype=torch.float64, device=self._source.device)
-            dist.broadcast(verdict, 0)
-            succeeded, epoch, nbytes, seconds = verdict.tolist()
-            self._shared = (int(epoch), int(nbytes), seconds)
-            if not succeeded and not self._leads:
-                raise WeightPushError("rank 0 could not push the weights; its own error says why")
+            self._share(done, error is None)
         if error is not None:
             raise error
-        return result
+        return done
+
+    def _share(self, done: object, succeeded: bool) -> None:
+        """Tell the other ranks what came of it; raises on them if it failed."""
+        assert self._source is not None
+        outcome: tuple[float, ...] = (0.0,) * (3 + len(self._servers))
+        if isinstance(done, PushResult):
+            outcome = (done.bytes, done.seconds, done.bytes_saved, *done.epochs)
+        verdict = torch.tensor([succeeded, *outcome], dtype=torch.float64, device=self._source.device)
+        dist.broadcast(verdict, 0)
+        ok, nbytes, seconds, saved, *epochs = verdict.tolist()
+        self._shared = (tuple(map(int, epochs)), int(nbytes), seconds, int(saved))
+        if not ok and not self._leads:
+            raise WeightPushError("rank 0 could not push the weights; its own error says why")
 
     # Rank 0.
 
-    def _join(self, force: bool = False) -> TrainerGroup:
-        world_size = int(self._call("GET", "/get_world_size")["world_size"]) + 1
-        store = dist.TCPStore(
-            "localhost", 0, world_size, True, timedelta(seconds=self._timeout_s), wait_for_workers=False
-        )
-        init_info = {
-            "backend": self._backend,
-            "master_address": _address_towards(self._base_url),
-            "master_port": store.port,
-            "rank_offset": 1,
-            "world_size": world_size,
-            "packed": self._packed,
-            "packed_buffer_size_bytes": PACKED_BUFFER_BYTES,
-            "timeout_s": self._timeout_s,
-            "force": force,
-        }
-        call = _in_thread(lambda: self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info}))
-        made = _in_thread(lambda: TrainerGroup(self._backend, store, world_size, self._timeout_s))
-        both: list[Future[Any]] = [call, made]
-        _, late = wait(both, timeout=2 * self._timeout_s, return_when=FIRST_EXCEPTION)
-        for future in both:
-            if future not in late:
-                _result(future, "the group with the server could not be made")
-        if late:
-            raise WeightPushError(f"the server did not join the group within {2 * self._timeout_s:g} s")
-        self._group = made.result()
-        return self._group
+    def _join(self, force: bool = False) -> None:
+        info: dict[str, Any] = {"backend": self._backend, "timeout_s": self._timeout_s, "force": force}
+        if self._backend == "disk":
+            on_all(self._servers, lambda _, s: s.call("POST", "/init_weight_transfer_engine", {"init_info": info}))
+            self._joined = True
+            return
+        sizes = on_all(self._servers, lambda _, s: int(s.call("GET", "/get_world_size")["world_size"]))
+        world_size, timeout = sum(sizes) + 1, timedelta(seconds=self._timeout_s)
+        store = dist.TCPStore("localhost", 0, world_size, True, timeout, wait_for_workers=False)
+        info |= {"master_port": store.port, "world_size": world_size}
+        info |= {"packed": self._packed, "packed_buffer_size_bytes": PACKED_BUFFER_BYTES}
 
-    def _push(self, version: str | None, start: dict[str, Any], tensors: Iterator[torch.Tensor]) -> PushResult:
+        def init(index: int, server: ServerControl) -> dict[str, Any]:
+            own = {"master_address": server.address_here(), "rank_offset": 1 + sum(sizes[:index])}
+            return server.call("POST", "/init_weight_transfer_engine", {"init_info": info | own})
+
+        backend = self._backend
+        made = in_thread(lambda: TrainerGroup(backend, store, world_size, self._timeout_s))
+        all_of_them: list[Future[Any]] = [
+            *(in_thread(lambda i=i, s=s: init(i, s)) for i, s in enumerate(self._servers)),  # type: ignore[misc]
+            made,
+        ]
+        _, late = wait(all_of_them, timeout=2 * self._timeout_s, return_when=FIRST_EXCEPTION)
+        for future in all_of_them:
+            if future not in late:
+                result(future, "the group with the server could not be made")
+        if late:
+            raise WeightPushError(f"the group did not come to be within {2 * self._timeout_s:g} s")
+        self._group, self._joined = made.result(), True
+
+    def _push(self, version: str | None, start: dict[str, Any], load_for: Callable[[list[int]], _Load]) -> PushResult:
         began = time.monotonic()
-        opened = False
         try:
-            group = self._group or self._join()
-            epoch_before = self._call("GET", "/weight_info")["epoch"]
-            self._call("POST", "/start_weight_update", start)
-            opened = True
-            infos = self._source.infos()
-            self._send(group, infos, tensors)
-            info = self._finish(version, epoch_before)
+            if not self._joined:
+                self._join()
+            epochs = on_all(self._servers, lambda _, s: int(s.call("GET", "/weight_info")["epoch"]))
+            load = load_for(epochs)
+            base = [{"base_epoch": epoch} if load.sparse else {} for epoch in epochs]
+            on_all(self._servers, lambda i, s: s.start(start | base[i]))
+            self._transfer(load)
+            infos = self._finish(version, epochs, load.checksums)
         except BaseException as error:
             self._drop_group()
-            if opened and not isinstance(error, _RefusedError):
-                self._abort_quietly()
+            on_all(self._servers, lambda _, s: s.abort_quietly())
             if isinstance(error, WeightPushError) or not isinstance(error, Exception):
                 raise
             raise WeightPushError(f"the weights could not be pushed: {error}") from error
-        nbytes = sum(i.nbytes for i in infos)
-        return PushResult(info["weight_version"], info["epoch"], nbytes, time.monotonic() - began)
+        epochs = [int(info["epoch"]) for info in infos]
+        if self._baseline is not None:
+            self._baseline.epochs = epochs
+        nbytes = sum(i.nbytes for i in load.infos) if load.infos else int(infos[0]["bytes"])
+        return PushResult(infos[0]["weight_version"], tuple(epochs), nbytes, time.monotonic() - began, load.saved)
 
-    def _send(self, group: TrainerGroup, infos: list[TensorInfo], tensors: Iterator[torch.Tensor]) -> None:
+    def _load(self, infos: list[TensorInfo], tensors: Iterator[torch.Tensor], verify: bool, epochs: list[int]) -> _Load:
+        """What to send to servers of these epochs: the changes if that is asked for, possible and worth it, or all."""
+        sums: dict[str, str] | None = {} if verify else None
+        if sums is not None:
+            tensors = digested(infos, tensors, sums)
+        if self._baseline is None:
+            return _Load(infos, tensors, checksums=sums)
+        known = self._baseline.epochs == epochs
+        changes = self._baseline.take(infos, tensors)
+        if not known or changes is None:
+            return _Load(infos, self._baseline.tensors(infos), checksums=sums)
+        announced, payloads = changes
+        saved = sum(i.nbytes for i in infos) - sum(i.nbytes for i in announced)
+        logger.info("sparse push: %d bytes saved of %d", saved, sum(i.nbytes for i in infos))
+        return _Load(announced, iter(payloads), sparse=True, saved=saved, checksums=sums)
+
+    def _transfer(self, load: _Load) -> None:
+        """Bring the tensors into every server's staging."""
+        if self._group is not None:
+            self._broadcast(self._group, load)
+            return
+        path = load.path
+        if path is None:
+            assert self._folder is not None
+            path = self._folder.write(load.infos, load.tensors)
+        info = {"update_info": {"path": str(path)}}
+        on_all(self._servers, lambda _, s: s.call("POST", "/update_weights", info))
+
+    def _broadcast(self, group: TrainerGroup, load: _Load) -> None:
         """Announce over HTTP and broadcast, at the same time; a failure of either ends both."""
-        groups = packed_groups(infos, PACKED_BUFFER_BYTES) if self._packed else [[i] for i in infos]
-        body = {
-            "update_info": {
-                "names": [i.name for i in infos],
-                "dtype_names": [str(i.dtype).removeprefix("torch.") for i in infos],
-                "shapes": [list(i.shape) for i in infos],
-            }
+        packed = self._packed or load.sparse
+        groups = packed_groups(load.infos, PACKED_BUFFER_BYTES) if packed else [[i] for i in load.infos]
+        update_info: dict[str, Any] = {
+            "names": [i.name for i in load.infos],
+            "dtype_names": [str(i.dtype).removeprefix("torch.") for i in load.infos],
+            "shapes": [list(i.shape) for i in load.infos],
         }
+        if load.sparse:
+            update_info["counts"] = [i.count for i in load.infos]
         # The answer comes after the last broadcast, and each of these has its own timeout.
         longest = self._timeout_s * (len(groups) + 1)
-        call = _in_thread(lambda: self._call("POST", "/update_weights", body, timeout_s=longest))
-        device = torch.device("cpu") if self._backend == "gloo" else self._source.device
+
+        def announce(server: ServerControl) -> dict[str, Any]:
+            return server.call("POST", "/update_weights", {"update_info": update_info}, timeout_s=longest)
+
+        calls = [in_thread(lambda s=server: announce(s)) for server in self._servers]  # type: ignore[misc]
+        device = torch.device("cpu") if self._backend == "gloo" or self._source is None else self._source.device
         try:
-            for buffer in buffers(groups, tensors, self._packed, device):
-                group.broadcast(buffer, call)
+            for buffer in buffers(groups, load.tensors, packed, device):
+                group.broadcast(buffer, calls)
         except Exception:
-            # The server's own words, where it has any, tell more than a lost connection does.
-            wait([call], timeout=min(5.0, self._timeout_s))
-            if call.done():
-                _result(call, "the server refused the weights")
+            # A server's own words, where it has any, tell more than a lost connection does.
+            done, _ = wait(calls, timeout=min(5.0, self._timeout_s), return_when=FIRST_EXCEPTION)
+            for call in done:
+                result(call, "the server refused the weights")
             raise
-        wait([call], timeout=self._timeout_s)
-        if not call.done():
-            raise WeightPushError(f"no answer to /update_weights within {self._timeout_s:g} s of the last broadcast")
-        _result(call, "the server refused the weights")
+        _, late = wait(calls, timeout=self._timeout_s)
+        for call, server in zip(calls, self._servers, strict=True):
+            if call in late:
+                late_by = f"within {self._timeout_s:g} s of the last broadcast"
+                raise WeightPushError(f"{server.base_url}: no answer to /update_weights {late_by}")
+            result(call, "the server refused the weights")
 
-    def _finish(self, version: str | None, epoch_before: int) -> dict[str, Any]:
-        """Commit; the server's /weight_info after it, which also decides where the answer itself was lost."""
-        lost: Exception | None = None
+    def _finish(self, version: str | None, epochs: list[int], checksums: dict[str, str] | None) -> list[dict[str, Any]]:
+        """Commit everywhere, several servers only once all are ready to; each one's /weight_info after it."""
+        checks = {} if checksums is None else {"checksums": checksums}
+        label = {} if version is None else {"weight_version": version}
+        if len(self._servers) == 1:
+            return [self._servers[0].commit(label | checks, epochs[0])]
+        on_all(self._servers, lambda _, s: s.call("POST", "/finish_weight_update", {"prepare": True} | checks))
         try:
-            self._call("POST", "/finish_weight_update", {} if version is None else {"weight_version": version})
-        except _RefusedError:
-            raise
+            infos = on_all(self._servers, lambda i, s: s.commit(label, epochs[i]))
         except WeightPushError as error:
-            lost = error
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            info = self._call("GET", "/weight_info")
-            if lost is None or info["epoch"] > epoch_before:
-                return info
-            if info["state"] not in ("receiving", "ready") or time.monotonic() > deadline:
-                raise lost
-            time.sleep(0.05)
-
-    def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        try:
-            timeout = httpx.Timeout(timeout_s or self._timeout_s, connect=min(10.0, self._timeout_s))
-            response = self._http.request(method, path, json=body, timeout=timeout)
-        except httpx.HTTPError as error:
-            raise WeightPushError(f"{method} {path} got no answer: {type(error).__name__}: {error}") from error
-        if response.status_code >= 400:
-            raise _RefusedError(f"{method} {path} was refused with {response.status_code}: {_message(response)}")
-        answer: dict[str, Any] = response.json()
-        return answer
-
-    def _abort_quietly(self) -> None:
-        """Free the server for the next push at once; it would come to that by its own timeout."""
-        with contextlib.suppress(WeightPushError):
-            self._call("POST", "/abort_weight_update", {}, timeout_s=min(5.0, self._timeout_s))
+            committed = [s.base_url for s in self._servers if s.committed]
+            raise WeightPushError(f"{error} (committed already: {', '.join(committed) or 'none'})") from error
+        return infos
 
     def _drop_group(self) -> None:
+        self._joined = False
+        if self._baseline is not None:
+            self._baseline.epochs = None
         group, self._group = self._group, None
         if group is not None:
             # A group's destructor waits for what is in flight.
             threading.Thread(target=group.leave, name="leave-weight-group", daemon=True).start()
-
-
-def _in_thread(work: Callable[[], T]) -> Future[T]:
-    """Run on a daemon thread: one that is stuck must not keep the trainer from exiting."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="weight-sender", daemon=True).start()
-    return future
-
-
-def _result(future: Future[T], what: str) -> T:
-    try:
-        return future.result()
-    except WeightPushError:
-        raise
-    except Exception as error:
-        raise WeightPushError(f"{what}: {error}") from error
-
-
-def _message(response: httpx.Response) -> str:
-    try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return response.text[:500]
-
-
-def _address_towards(url: str) -> str:
-    """This machine's address as the server at `url` can reach it: that of the route there."""
-    parts = urlsplit(url)
-    host, port = parts.hostname or "127.0.0.1", parts.port or 80
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])

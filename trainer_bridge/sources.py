@@ -17,16 +17,27 @@ _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What the server is told of a tensor before it comes: its checkpoint or module name, dtype, and full shape."""
+    """What the server is told of a tensor before it comes: its checkpoint or module name, dtype, and full shape.
+
+    `count`: only so many elements of it are sent, each with its flat index; None for the whole tensor.
+    """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    count: int | None = None
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """Of the flat indices."""
+        return torch.int32 if math.prod(self.shape) < 1 << 31 else torch.int64
 
     @property
     def nbytes(self) -> int:
         """Bytes on the wire."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        if self.count is None:
+            return math.prod(self.shape) * self.dtype.itemsize
+        return self.count * (self.index_dtype.itemsize + self.dtype.itemsize)
 
 
 class WeightSource(Protocol):
@@ -45,6 +56,12 @@ class WeightSource(Protocol):
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """The full, detached, contiguous tensors. Each may be freed once the next is asked for."""
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Detached, contiguous, and of a DTensor all of it: every rank must call this, and together."""
+    detached = tensor.detach()
+    return (detached.full_tensor() if isinstance(detached, DTensor) else detached).contiguous()
 
 
 class StateDictSource:
@@ -72,8 +89,7 @@ class StateDictSource:
     def tensors(self) -> Iterator[torch.Tensor]:
         """One full tensor at a time; a DTensor is gathered by all ranks."""
         for tensor in self._tensors.values():
-            detached = tensor.detach()
-            yield (detached.full_tensor() if isinstance(detached, DTensor) else detached).contiguous()
+            yield full(tensor)
 
 
 class ModuleSource(StateDictSource):
@@ -83,14 +99,22 @@ class ModuleSource(StateDictSource):
     """
 
     def __init__(self, module: nn.Module) -> None:
-        while isinstance(module, nn.parallel.DistributedDataParallel):
-            module = module.module
         found: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
-        for name, tensor in module.state_dict(keep_vars=True).items():
+        for name, tensor in named_tensors(module).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                for part in _WRAPPER_PARTS:
-                    name = name.replace(part, "")
                 found[name] = tensor
         super().__init__(found)
+
+
+def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A module's state, tied names included, under the names that it has without wrappers."""
+    while isinstance(module, nn.parallel.DistributedDataParallel):
+        module = module.module
+    found = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        for part in _WRAPPER_PARTS:
+            name = name.replace(part, "")
+        found[name] = tensor
+    return found

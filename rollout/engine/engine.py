@@ -40,7 +40,12 @@ class Engine:
             timeout_s=config.weight_update_timeout_s,
             device=self.runner.device,
             wake=wake,
-            info=lambda: {"kv_policy": config.kv_policy, "logprobs_mode": config.logprobs_mode},
+            info=lambda: {
+                "kv_policy": config.default_kv_policy,
+                "logprobs_mode": config.logprobs_mode,
+                "batch_invariant": config.batch_invariant,
+            },
+            paused=lambda: self.paused,
         )
         self.scheduler = Scheduler(
             KVCache(self.runner.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
@@ -110,7 +115,7 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Commit weights that are ready; then schedule, forward, sample, stop, emit."""
         self.commit_weights()
-        if self.paused:
+        if self.paused or not self.store.valid:
             return []
         step = self.scheduler.schedule()
         if not step.scheduled:
@@ -123,7 +128,7 @@ class Engine:
         """Between two steps: flip to received weights, if a session waits for it."""
         commit = self.weights.commit_if_ready()
         if commit is not None:
-            self.scheduler.commit(commit.epoch, commit.kv_policy or self.config.kv_policy)
+            self.scheduler.commit(commit.epoch, commit.kv_policy or self.config.default_kv_policy)
 
     def _forward(self, step: Step) -> Tensor:
         """Compute the step's tokens; float logits of the rows that sample, or whose prompt logprobs are asked for."""

@@ -185,7 +185,11 @@ class EngineProcess:
         self.engine.paused = True
         return {"status": "paused"}
 
-    def _call_resume(self, call: Call) -> dict[str, Any]:
+    def _call_resume(self, call: Call) -> dict[str, Any] | None:
+        if not self.engine.store.valid:
+            message = "the weights are invalid (an update in place is open, or failed): complete one, then resume"
+            self._send(Reply(call.call_id, error=CallError(409, message)))
+            return None
         self.engine.paused = False
         for call_id in self._draining:
             self._send(Reply(call_id, error=CallError(409, "resumed while waiting for running requests to finish")))

@@ -88,6 +88,8 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(
             path, config=model_config, dtype=dtype, attn_implementation="eager", **kwargs
         )
+    if config.batch_invariant and model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")  # a product a token: no expert sees its batch
     return model.eval().requires_grad_(False).to(device)
 
 
@@ -109,7 +111,7 @@ def plug_in_attention(model: PreTrainedModel) -> list[LayerShape]:
     sequences = [torch.randint(0, text_config.vocab_size, (n,), generator=generator).to(model.device) for n in (24, 13)]
     with _short_windows(model, 8):
         model.set_attn_implementation("eager")
-        stock = [model(input_ids=ids[None], use_cache=False, logits_to_keep=1).logits[0, -1].float() for ids in sequences]
+        stock = [model(input_ids=ids[None], use_cache=False).logits[0, -1].float() for ids in sequences]
         model.set_attn_implementation(ATTENTION_NAME)
         shapes = _record_shapes(model, sequences[0], text_config.num_hidden_layers)
         ours = _in_chunks(model, TorchAttention(shapes, 16, 4, model.dtype, model.device), sequences)
@@ -118,7 +120,7 @@ def plug_in_attention(model: PreTrainedModel) -> list[LayerShape]:
         if not difference < TOLERANCE[model.dtype]:
             raise UnsupportedModelError(
                 f"{name} in {model.dtype}: logits through rollout's attention differ from stock attention's by "
-                f" {difference:.2g} standard deviations (at most {TOLERANCE[model.dtype]}); its attention or state "
+                f"{difference:.2g} standard deviations (at most {TOLERANCE[model.dtype]}); its attention or state "
                 "isn't one that rollout serves"
             )
     return shapes

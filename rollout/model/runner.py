@@ -9,7 +9,10 @@ from torch import Tensor
 
 from rollout.config import EngineConfig
 from rollout.model.attention.base import AttentionBackend, LayerShape, RaggedBatch, serving
+from rollout.model.attention.chunked import fill_up
 from rollout.model.attention.cpu import TorchAttention
+from rollout.model.graphs import CudaGraphs, DecodeGraphs
+from rollout.model.invariance import prove_batch_invariance
 from rollout.model.loader import load_model, plug_in_attention
 
 CPU_CACHE_BYTES = 4 << 30
@@ -28,6 +31,8 @@ class ModelRunner:
         self.model = load_model(config)
         loaded = time.perf_counter()
         shapes = plug_in_attention(self.model)
+        if config.batch_invariant:
+            prove_batch_invariance(self.model, shapes)
         self.device, self.dtype = self.model.device, self.model.dtype
         text_config = self.model.config.get_text_config()
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
@@ -43,6 +48,7 @@ class ModelRunner:
                 "raise --kv-cache-memory-bytes (or --num-gpu-blocks-override), or lower --max-model-len"
             )
         self.backend = self._backend(shapes)
+        self.graphs = self._decode_graphs()
         self.seconds = {"load": loaded - started, "check_and_cache": time.perf_counter() - loaded}
 
     @property
@@ -80,18 +86,38 @@ class ModelRunner:
     def _backend(self, shapes: list[LayerShape]) -> AttentionBackend:
         arguments = (shapes, self.num_blocks, self.config.block_size, self.dtype, self.device)
         name = self.config.attention_backend
-        if name == "torch" or (name == "auto" and self.device.type == "cpu"):
-            return TorchAttention(*arguments)
+        if name == "torch" or self.config.batch_invariant or (name == "auto" and self.device.type == "cpu"):
+            return TorchAttention(*arguments, exact=self.config.batch_invariant)
         from rollout.model.attention import cuda
 
-        return cuda.choose(name, *arguments)
+        return cuda.choose(
+            name,
+            *arguments,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
+        )
+
+    def _decode_graphs(self) -> DecodeGraphs | None:
+        if self.device.type != "cuda" or self.config.enforce_eager or isinstance(self.backend, TorchAttention):
+            return None
+        return DecodeGraphs(self._model, self.backend, self.config.max_num_seqs, CudaGraphs(self.device))
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int], batch: RaggedBatch, head_rows: list[int]) -> Tensor:
         """Compute the flat row `token_ids` of `batch`; logits (len(head_rows), vocab) of these rows, model dtype."""
+        positions, rows = batch.positions(), len(head_rows)
+        if self.graphs is not None and head_rows == list(range(batch.num_tokens)):
+            memory = next(self.model.parameters()).data_ptr()  # a graph reads the set of parameters it was captured on
+            logits = self.graphs.run(memory, torch.tensor(token_ids), torch.tensor(positions), batch)
+            if logits is not None:
+                return logits
         self.backend.prepare(batch)
-        inputs = torch.tensor([token_ids, batch.positions()], device=self.device)
-        return self._model(inputs[0:1], inputs[1:2], torch.tensor(head_rows, dtype=torch.long, device=self.device))
+        if self.config.batch_invariant:
+            token_ids, positions, head_rows = fill_up(token_ids), fill_up(positions), fill_up(head_rows)
+        inputs = torch.tensor([token_ids, positions], device=self.device)
+        head = torch.tensor(head_rows, dtype=torch.long, device=self.device)
+        return self._model(inputs[0:1], inputs[1:2], head)[:rows]
 
     def _model(self, input_ids: Tensor, position_ids: Tensor, head_rows: Tensor) -> Tensor:
         with serving(self.backend):

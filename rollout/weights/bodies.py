@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from rollout.config import KVPolicy
+from rollout.config import KVPolicy, WeightStaging
 from rollout.weights.errors import WeightUpdateError
 
 T = TypeVar("T")
@@ -32,6 +32,10 @@ class Announcement(msgspec.Struct):
     """`update_info` of /update_weights: what comes, in order. `path` is the disk transport's.
 
     `packed` and the buffer size are where older clients say what newer ones say in `init_info`; they win over it.
+
+    `counts` announces changes against the update's `base_epoch` instead of whole tensors: how many elements of each
+    named tensor differ. They come packed: the ascending flat (row-major) indices, int32 where the tensor has fewer
+    than 2³¹ elements and int64 otherwise, then as many values in the wire's dtype; nothing for a count of 0.
     """
 
     names: list[str] = []
@@ -40,6 +44,7 @@ class Announcement(msgspec.Struct):
     packed: bool | None = None
     packed_buffer_size_bytes: int | None = None
     path: str | None = None
+    counts: list[int] | None = None
 
 
 class InitBody(msgspec.Struct):
@@ -49,11 +54,18 @@ class InitBody(msgspec.Struct):
 
 
 class StartBody(msgspec.Struct):
-    """/start_weight_update. Both kinds of names are understood, whatever `is_checkpoint_format` says."""
+    """/start_weight_update. Both kinds of names are understood, whatever `is_checkpoint_format` says.
+
+    None stands for the server's own setting. `verify` announces checksums, which finish brings; `base_epoch` names the
+    weights that sparse changes apply to.
+    """
 
     is_checkpoint_format: bool = True
     partial: bool = False
     kv_policy: KVPolicy | None = None
+    weight_staging: WeightStaging | None = None
+    verify: bool = False
+    base_epoch: int | None = None
 
 
 class UpdateBody(msgspec.Struct):
@@ -64,9 +76,16 @@ class UpdateBody(msgspec.Struct):
 
 
 class FinishBody(msgspec.Struct):
-    """/finish_weight_update."""
+    """/finish_weight_update.
+
+    `prepare` checks the update and holds it until the next finish commits it, so that several servers can commit
+    together. `checksums`: sha256 (hex) of each tensor's bytes in row-major order and the wire's dtype, by the name it
+    was announced under; for an update started with `verify`.
+    """
 
     weight_version: str | None = None
+    prepare: bool = False
+    checksums: dict[str, str] | None = None
 
 
 class VersionBody(msgspec.Struct):

@@ -14,3 +14,14 @@ class WeightUpdateError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
+
+
+class AbandonedError(Exception):
+    """Ends a job whose update is over."""
+
+
+def listing(entries: list[str]) -> str:
+    """The first few entries spelled out, and how many more there are."""
+    shown = 8
+    more = f"; and {len(entries) - shown} more" if len(entries) > shown else ""
+    return "; ".join(entries[:shown]) + more

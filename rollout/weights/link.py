@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
 
 from rollout.weights.transport import Transport
 
@@ -57,3 +60,18 @@ class Link:
             self.transport.close()
         except Exception:
             logger.exception("closing the %s transport failed", self.transport.name)
+
+
+@contextmanager
+def on_device(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Work on `stream`, behind the kernels that still read what is now staging, and wait for it at the end.
+
+    None, where there is no CUDA, does nothing.
+    """
+    if stream is None:
+        yield
+        return
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+        stream.synchronize()

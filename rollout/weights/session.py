@@ -3,19 +3,20 @@
 `WeightUpdater.call` takes the control calls of the trainer's HTTP protocol and answers with futures. Joining,
 receiving, casting and checking happen on a thread of the trainer's connection; the engine's thread only flips, in
 `commit_if_ready`, between two steps. Until that flip nothing that serves is touched, so every failure is an abort that
-leaves the old weights under their old label.
+leaves the old weights under their old label. (An update in place is the exception: it needs a paused engine, and from
+its start to a commit the weights are invalid and nothing is generated.)
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -31,17 +32,18 @@ from rollout.weights.bodies import (
     VersionBody,
     parse,
 )
-from rollout.weights.errors import WeightUpdateError
-from rollout.weights.link import Link
-from rollout.weights.store import Staging, WeightStore
+from rollout.weights.errors import AbandonedError, WeightUpdateError
+from rollout.weights.link import Link, on_device
+from rollout.weights.staging import Staging
+from rollout.weights.store import WeightStore
 from rollout.weights.transport import Transport
 from rollout.weights.transport.broadcast import BroadcastTransport
 from rollout.weights.transport.disk import DiskTransport
+from rollout.weights.update import Answer, Update
 
 logger = logging.getLogger(__name__)
 
 State = Literal["idle", "open", "receiving", "ready", "committed", "aborted"]
-Answer = Future[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -53,33 +55,13 @@ class Commit:
     kv_policy: KVPolicy | None
 
 
-@dataclass(eq=False)
-class _Session:
-    """One update. `answer` is the call that a trainer waits for; `busy` while the link's thread may use the buffers."""
-
-    link: Link
-    partial: bool
-    kv_policy: KVPolicy | None
-    single_call: bool = False
-    label: str | None = None
-    staging: Staging | None = None
-    answer: Answer | None = None
-    busy: bool = False
-    nbytes: int = 0
-    started: float = field(default_factory=time.monotonic)
-    touched: float = field(default_factory=time.monotonic)
-
-
-class _AbandonedError(Exception):
-    """Ends a job whose session is over."""
-
-
 class WeightUpdater:
     """The state machine, for one engine. Thread-safe.
 
     `timeout_s` bounds every single wait (a join, a broadcast, a pause between two calls of an open session), unless the
     trainer's `init_info.timeout_s` says otherwise. An update makes progress while its last sign of life is younger than
-    `progress_s`. `wake` is called, on any thread, when a commit waits for the engine; `info` adds weight_info fields.
+    `progress_s`. `wake` is called, on any thread, when a commit waits for the engine; `info` adds weight_info fields;
+    `paused` tells, on the engine's thread, whether it is paused (calls that may start an in-place update come on it).
     """
 
     def __init__(
@@ -91,17 +73,19 @@ class WeightUpdater:
         progress_s: float = 10.0,
         wake: Callable[[], None] = lambda: None,
         info: Callable[[], dict[str, Any]] = dict,
+        paused: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = store
         self._timeout_s = timeout_s
         self._progress_s = progress_s
         self._device = torch.device(device)
-        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._wake, self._info = wake, info
+        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._on_device = partial(on_device, self._device, stream)
+        self._wake, self._info, self._paused = wake, info, paused
         self._lock = threading.RLock()
         self._link: Link | None = None
-        self._session: _Session | None = None
-        self._ready: _Session | None = None
+        self._session: Update | None = None
+        self._ready: Update | None = None
         self._state: State = "idle"
         self._last: dict[str, Any] = {"last_error": None, "bytes": 0, "seconds": 0.0, "transport": None}
         self._methods: dict[str, Callable[[dict[str, Any], Answer], None]] = {
@@ -144,7 +128,7 @@ class WeightUpdater:
             self._state = "committed"
             self._record(session, None)
             self._retire(session)
-            commit = Commit(self._store.epoch, self._store.label, session.kv_policy)
+            commit = Commit(self._store.epoch, self._store.label, session.body.kv_policy)
             answer, session.answer = session.answer, None
         if answer is not None:
             answer.set_result(
@@ -206,7 +190,7 @@ class WeightUpdater:
         body = parse(params, StartBody)
         self._refuse_second()
         link = self._usable_link()
-        self._open(_Session(link, body.partial, body.kv_policy))
+        self._open(Update(self._store, link, body, self._admit(body)))
         answer.set_result({"message": "Weight update started", "epoch": self._store.epoch})
 
     def _update(self, params: dict[str, Any], answer: Answer) -> None:
@@ -222,17 +206,27 @@ class WeightUpdater:
             raise
         if body.weight_dir is not None:
             self._refuse_second()
-            session = _Session(Link(DiskTransport(), self._timeout_s, self._expire), False, None, single_call=True)
+            staging = self._admit(StartBody())
+            link = Link(DiskTransport(), self._timeout_s, self._expire)
+            session = Update(self._store, link, StartBody(), staging, single_call=True)
             self._open(session)
             info = Announcement(path=body.weight_dir)
         else:
             if self._session is None:
                 self._usable_link()
             session = self._active("update_weights")
+            if self._state == "ready":
+                raise WeightUpdateError(
+                    409, "the update is prepared (state ready): finish_weight_update or abort_weight_update it"
+                )
             assert body.update_info is not None
             info = body.update_info
         self._state = "receiving"
-        self._submit(session, answer, lambda: self._receive(session, info))
+        done = self._make_ready if session.single_call else self._received
+        self._submit(session, answer, lambda: session.receive(info), done)
+
+    def _received(self, session: Update) -> None:
+        session.reply({"message": "Weights received"})
 
     def _finish(self, params: dict[str, Any], answer: Answer) -> None:
         body = parse(params, FinishBody)
@@ -241,8 +235,31 @@ class WeightUpdater:
         session = self._active("finish_weight_update")
         if self._state == "open":
             raise WeightUpdateError(409, "the update is open and has received nothing: call update_weights first")
-        session.label = body.weight_version
-        self._submit(session, answer, lambda: self._check(session))
+        if body.weight_version is not None:
+            session.label = body.weight_version
+        if self._state == "ready":
+            session.answer = answer
+            (self._prepared if body.prepare else self._make_ready)(session)
+            return
+        if session.body.verify != (body.checksums is not None):
+            raise WeightUpdateError(
+                400,
+                "the update was started with verify: finish it with its checksums"
+                if session.body.verify
+                else 'checksums need an update that was started with {"verify": true}',
+            )
+        done = self._prepared if body.prepare else self._make_ready
+        self._submit(session, answer, lambda: session.check(body.checksums), done)
+
+    def _prepared(self, session: Update) -> None:
+        session.touch()
+        self._state = "ready"
+        session.reply({"message": "Weight update prepared: finish_weight_update commits it"})
+
+    def _make_ready(self, session: Update) -> None:
+        session.touch()
+        self._state, self._ready = "ready", session
+        self._wake()
 
     def _abort_call(self, params: dict[str, Any], answer: Answer) -> None:
         if self._session is None:
@@ -260,10 +277,11 @@ class WeightUpdater:
             "weight_version": self._store.label,
             "epoch": self._store.epoch,
             "state": self._state,
+            "weights": self._validity,
             **self._last,
         }
         if self._session is not None:
-            now |= self._figures(self._session)
+            now |= self._session.figures()
         answer.set_result(now | self._info())
 
     def _shutdown(self, params: dict[str, Any], answer: Answer) -> None:
@@ -314,7 +332,7 @@ class WeightUpdater:
             )  # fmt: skip
         return self._link
 
-    def _active(self, method: str) -> _Session:
+    def _active(self, method: str) -> Update:
         if self._session is None:
             raise WeightUpdateError(409, f"{method} in state {self._state}: call start_weight_update first")
         if self._session.answer is not None:
@@ -322,22 +340,47 @@ class WeightUpdater:
             raise WeightUpdateError(409, f"{method} in state {self._state}: the update is {doing}; wait for its answer")
         return self._session
 
-    def _open(self, session: _Session) -> None:
+    def _admit(self, body: StartBody) -> Staging | None:
+        """Refuse an update that can't begin on what serves now; the live set, where it is received in place."""
+        if body.base_epoch is not None and body.base_epoch != self._store.epoch:
+            raise WeightUpdateError(
+                409, f"the changes are against epoch {body.base_epoch}, epoch {self._store.epoch} serves: push it whole"
+            )
+        if not self._store.valid and (body.partial or body.base_epoch is not None):
+            raise WeightUpdateError(409, "the weights are invalid after a failed update in place: push them whole")
+        if (body.weight_staging or self._store.weight_staging) == "full":
+            return None
+        if not self._paused():
+            raise WeightUpdateError(
+                409,
+                "an update in place overwrites the weights that serve: POST /pause?mode=keep first and /resume after "
+                'it, or start it with {"weight_staging": "full"}',
+            )
+        return self._store.stage(in_place=True, verify=body.verify)
+
+    def _open(self, session: Update) -> None:
         self._session, self._state = session, "open"
 
     # Jobs, on the link's thread.
 
-    def _submit(self, session: _Session, answer: Answer, work: Callable[[], None]) -> None:
+    def _submit(
+        self, session: Update, answer: Answer, work: Callable[[], object], done: Callable[[Update], None]
+    ) -> None:
+        """Have `work` done, and then `done` under the lock; a failure of either aborts the session."""
         session.answer, session.busy = answer, True
-        session.touched = time.monotonic()
-        session.link.submit(lambda: self._run(session, work))
+        session.touch()
+        session.link.submit(lambda: self._run(session, work, done))
 
-    def _run(self, session: _Session, work: Callable[[], None]) -> None:
+    def _run(self, session: Update, work: Callable[[], object], done: Callable[[Update], None]) -> None:
         try:
             with self._on_device():
-                self._touch(session, 0)
+                session.touch()
                 work()
-        except _AbandonedError:
+            with self._lock:
+                session.touch()
+                session.busy = False
+                done(session)
+        except AbandonedError:
             session.busy = False
         except Exception as error:
             failure = _as_update_error(error)
@@ -345,56 +388,6 @@ class WeightUpdater:
                 session.busy = False
                 if self._session is session:
                     self._abort(session, failure)
-
-    def _touch(self, session: _Session, nbytes: int) -> None:
-        """A sign of life of the session, or the end of its job if the session is over."""
-        if self._session is not session:
-            raise _AbandonedError
-        session.nbytes += nbytes
-        session.touched = time.monotonic()
-
-    def _receive(self, session: _Session, info: Announcement) -> None:
-        transport = session.link.transport
-        if session.staging is None:
-            session.staging = self._store.stage()
-        try:
-            info = transport.describe(info)
-            plan = session.staging.resolve(info.names, info.dtype_names, info.shapes)
-            transport.receive(info, plan, session.staging, lambda nbytes: self._touch(session, nbytes))
-        except Exception as error:
-            session.link.spend(str(error) or type(error).__name__)
-            raise
-        if session.single_call:
-            self._check(session)
-            return
-        with self._lock:
-            self._touch(session, 0)
-            session.busy = False
-            answer, session.answer = session.answer, None
-        if answer is not None:
-            answer.set_result({"message": "Weights received"})
-
-    def _check(self, session: _Session) -> None:
-        assert session.staging is not None
-        session.staging.check(partial=session.partial, progress=lambda: self._touch(session, 0))
-        if self._stream is not None:
-            self._stream.synchronize()
-        with self._lock:
-            self._touch(session, 0)
-            session.busy = False
-            self._state, self._ready = "ready", session
-        self._wake()
-
-    @contextlib.contextmanager
-    def _on_device(self) -> Any:
-        """On CUDA: a stream of our own, behind the kernels that still read what is now staging."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.default_stream(self._device))
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
-            self._stream.synchronize()
 
     # Ends.
 
@@ -406,21 +399,25 @@ class WeightUpdater:
                     session, WeightUpdateError(503, f"no call of the trainer for {link.timeout_s:g} s ({self._state})")
                 )
 
-    def _abort(self, session: _Session, error: WeightUpdateError) -> None:
+    def _abort(self, session: Update, error: WeightUpdateError) -> None:
         """Drop the session. Its buffers return to the store only if its thread can't write into them any more."""
         self._session = self._ready = None
         self._state = "aborted"
+        session.over = True
         if session.busy:
             session.link.spend(error.message)
-        if session.staging is not None and not session.busy:
-            self._store.release(session.staging)
+        if session.staging is not None:
+            session.staging.close()
+            if session.staging.in_place or not session.busy:
+                self._store.release(session.staging)
         self._record(session, error)
         self._retire(session)
         answer, session.answer = session.answer, None
         if answer is not None:
             answer.set_exception(error)
 
-    def _retire(self, session: _Session) -> None:
+    def _retire(self, session: Update) -> None:
+        session.over = True
         session.staging = session.staging if session.busy else None
         if session.single_call:
             session.link.stop()
@@ -430,27 +427,27 @@ class WeightUpdater:
             self._link.stop()
             self._link = None
 
-    def _figures(self, session: _Session) -> dict[str, Any]:
-        return {
-            "bytes": session.nbytes,
-            "seconds": round(time.monotonic() - session.started, 3),
-            "transport": session.link.transport.name,
-        }
-
-    def _record(self, session: _Session, error: WeightUpdateError | None) -> None:
-        self._last = {"last_error": None if error is None else error.message, **self._figures(session)}
+    def _record(self, session: Update, error: WeightUpdateError | None) -> None:
+        self._last = {"last_error": None if error is None else error.message, **session.figures()}
         logger.log(
             logging.INFO if error is None else logging.WARNING,
-            "weight_update state=%s epoch=%d weight_version=%r transport=%s bytes=%d seconds=%.3f partial=%s error=%r",
+            "weight_update state=%s epoch=%d weight_version=%r transport=%s bytes=%d seconds=%.3f "
+            "weights=%s partial=%s sparse=%s error=%r",
             self._state,
             self._store.epoch,
             self._store.label,
             self._last["transport"],
             self._last["bytes"],
             self._last["seconds"],
-            session.partial,
+            self._validity,
+            session.body.partial,
+            session.body.base_epoch is not None,
             self._last["last_error"],
         )
+
+    @property
+    def _validity(self) -> str:
+        return "valid" if self._store.valid else "invalid"
 
 
 def _as_update_error(error: Exception) -> WeightUpdateError:

@@ -104,6 +104,8 @@ class AttentionBackend(ABC):
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write the step's keys and values into the cache, then attend over each sequence's context, causally.
 
+        Tokens beyond the batch's own are padding: they are not written, and their output is any finite number.
+
         query (heads, tokens, key_dim), key (kv_heads, tokens, key_dim), value (kv_heads, tokens, value_dim), in
         `dtype`; heads is a multiple of kv_heads. Returns (tokens, heads, value_dim).
         """

@@ -1,11 +1,7 @@
-"""Paged attention in plain torch: batched products over aligned chunks of keys, merged in order of position.
+"""Paged attention in plain torch: the chunked definition of `chunked.py` over a paged cache.
 
-Every row attends chunk by chunk (`CHUNK` positions, aligned to multiples of it). A chunk yields a maximum, a sum and an
-output; a row's chunks are merged by log-sum-exp in order of position. Rows that hold the same physical blocks in a
-chunk (the samples of one prompt, or requests that hit the same prefix) share one read of it. Made for CPUs; it runs on
-any device.
-
-Source of the partial softmax: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+Rows that hold the same physical blocks in a chunk (the samples of one prompt, or requests that hit the same prefix)
+share one read of it. Made for CPUs; it runs on any device.
 """
 
 from __future__ import annotations
@@ -18,8 +14,8 @@ import torch
 from torch import Tensor
 
 from rollout.model.attention.base import AttentionBackend, AttentionParams, LayerShape, RaggedBatch
+from rollout.model.attention.chunked import CHUNK, attend_causally, attend_to_chunk, finish, merge
 
-CHUNK = 128
 MAX_GATHER_ELEMENTS = 1 << 21
 """Elements of keys gathered at once for decode rows: bounds the temporary memory (8 MiB in float32)."""
 
@@ -48,15 +44,25 @@ class PrefillSegment:
 
 
 class TorchAttention(AttentionBackend):
-    """Chunked attention over caches of shape (num_blocks, kv_heads, block_size, dim), one pair a layer."""
+    """Chunked attention over caches of shape (num_blocks, kv_heads, block_size, dim), one pair a layer.
+
+    `exact` pads products of few rows, so that a row has the same bits in every batch (see `chunked.py`).
+    """
 
     def __init__(
-        self, layers: list[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: list[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        exact: bool = False,
     ) -> None:
         super().__init__(layers, num_blocks, block_size, dtype, device)
-        self.chunk = max(CHUNK, block_size)
-        if self.chunk % block_size:
-            raise ValueError(f"block_size must divide {CHUNK} or be at least {CHUNK}, got {block_size}")
+        if CHUNK % block_size:
+            raise ValueError(f"block_size must divide {CHUNK}, got {block_size}")
+        self.exact = exact
 
         def cache(layer: LayerShape, dim: int) -> Tensor:
             blocks = torch.empty(num_blocks, layer.num_kv_heads, block_size, dim, dtype=dtype, device=device)
@@ -75,6 +81,7 @@ class TorchAttention(AttentionBackend):
 
     def prepare(self, batch: RaggedBatch) -> None:
         slots = torch.tensor(batch.slots(self.block_size), device=self.device)
+        self._num_tokens = batch.num_tokens
         self._slot_blocks, self._slot_offsets = slots // self.block_size, slots % self.block_size
         starts = batch.query_start
         lens = batch.query_lens
@@ -83,7 +90,7 @@ class TorchAttention(AttentionBackend):
         self._decode_contexts = torch.tensor([batch.context_lens[i] for i in decodes], device=self.device)
         self._decode_plans: dict[int | None, list[SharedChunks]] = {}
         self._decodes = [(batch.block_tables[i], batch.context_lens[i]) for i in decodes]
-        self._num_chunks = max((-(-context // self.chunk) for _, context in self._decodes), default=0)
+        self._num_chunks = max((-(-context // CHUNK) for _, context in self._decodes), default=0)
         self._segments = [
             PrefillSegment(
                 starts[i],
@@ -98,7 +105,7 @@ class TorchAttention(AttentionBackend):
 
     def _blocks(self, table: Sequence[int], start: int, end: int) -> Tensor:
         """The blocks of positions [start, end), filled up with block 0 to whole chunks."""
-        per_chunk = self.chunk // self.block_size
+        per_chunk = CHUNK // self.block_size
         used = list(table[start // self.block_size : -(-end // self.block_size)])
         return torch.tensor(used + [0] * (-len(used) % per_chunk), device=self.device)
 
@@ -115,10 +122,10 @@ class TorchAttention(AttentionBackend):
         """Group the decode rows by the physical chunks they read, and the groups by their number of rows."""
         if window not in self._decode_plans:
             shared: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
-            per_chunk = self.chunk // self.block_size
+            per_chunk = CHUNK // self.block_size
             for row, (table, context) in enumerate(self._decodes):
-                first = max(0, context - window) // self.chunk if window else 0
-                for chunk in range(first, -(-context // self.chunk)):
+                first = max(0, context - window) // CHUNK if window else 0
+                for chunk in range(first, -(-context // CHUNK)):
                     end = min((chunk + 1) * per_chunk, -(-context // self.block_size))
                     blocks = tuple(table[chunk * per_chunk : end])
                     shared[chunk, blocks].append(row)
@@ -129,11 +136,11 @@ class TorchAttention(AttentionBackend):
         return self._decode_plans[window]
 
     def _shared_chunks(self, count: int, items: list[tuple[int, tuple[int, ...], list[int]]]) -> SharedChunks:
-        per_chunk = self.chunk // self.block_size
+        per_chunk = CHUNK // self.block_size
         rows = torch.tensor([rows + [rows[0]] * (count - len(rows)) for _, _, rows in items], device=self.device)
         chunks = torch.tensor([chunk for chunk, _, _ in items], device=self.device)
         blocks = [[*blocks, *[0] * (per_chunk - len(blocks))] for _, blocks, _ in items]
-        valid = (self._decode_contexts[rows] - chunks[:, None] * self.chunk).clamp(max=self.chunk)
+        valid = (self._decode_contexts[rows] - chunks[:, None] * CHUNK).clamp(max=CHUNK)
         return SharedChunks(rows, chunks, torch.tensor(blocks, device=self.device), valid)
 
     # -- one layer
@@ -142,18 +149,28 @@ class TorchAttention(AttentionBackend):
         keys, values = self.keys[layer], self.values[layer]
         if self._new_blocks is not None:
             values.index_fill_(0, self._new_blocks, 0)
-        keys[self._slot_blocks, :, self._slot_offsets] = key.transpose(0, 1)
-        values[self._slot_blocks, :, self._slot_offsets] = value.transpose(0, 1)
+        keys[self._slot_blocks, :, self._slot_offsets] = key.transpose(0, 1)[: self._num_tokens]
+        values[self._slot_blocks, :, self._slot_offsets] = value.transpose(0, 1)[: self._num_tokens]
 
         heads, tokens, _ = query.shape
         groups = heads // keys.shape[1]
         query = (query * params.scaling).view(keys.shape[1], groups, tokens, -1)
-        output = query.new_empty(tokens, keys.shape[1], groups, values.shape[-1])
+        output = query.new_zeros(tokens, keys.shape[1], groups, values.shape[-1])
         sinks = None if params.sinks is None else params.sinks.float().view(keys.shape[1], groups)
         if self._decodes:
             output[self._decode_rows] = self._decode(keys, values, query[:, :, self._decode_rows], params, sinks)
         for segment in self._segments:
-            output[segment.start : segment.end] = self._prefill(keys, values, query, segment, params, sinks)
+            attended, _ = attend_causally(
+                query[:, :, segment.start : segment.end],
+                _gather(keys, segment.blocks[None])[0],
+                _gather(values, segment.blocks[None])[0],
+                segment.context,
+                window=params.window,
+                softcap=params.softcap,
+                sinks=sinks,
+                exact=self.exact,
+            )
+            output[segment.start : segment.end] = attended.to(output.dtype).permute(2, 0, 1, 3)
         return output.flatten(1, 2)
 
     def _decode(
@@ -166,79 +183,36 @@ class TorchAttention(AttentionBackend):
         top = torch.full(shape, -torch.inf, device=self.device)
         total = torch.zeros(shape, device=self.device)
         output = torch.zeros(*shape, values.shape[-1], device=self.device)
-        at = torch.arange(self.chunk, device=self.device)
+        step = max(1, MAX_GATHER_ELEMENTS // (CHUNK * kv_heads * keys.shape[-1]))
         for plan in self._decode_plan(params.window):
-            step = max(1, MAX_GATHER_ELEMENTS // (self.chunk * kv_heads * keys.shape[-1]))
             for first in range(0, len(plan.rows), step):
                 item = slice(first, first + step)
-                row, chunk, valid = plan.rows[item], plan.chunks[item], plan.valid[item]
+                row, chunk = plan.rows[item], plan.chunks[item]
                 items, count = row.shape
-                k, v = _gather(keys, plan.blocks[item]), _gather(values, plan.blocks[item])
-                q = query[row].transpose(1, 2).reshape(items, kv_heads, count * groups, -1)
-                scores = self._scores(q, k, params.softcap).view(items, kv_heads, count, groups, self.chunk)
-                hidden = at >= valid[..., None]
-                if params.window:
-                    behind = self._decode_contexts[row] - params.window - chunk[:, None] * self.chunk
-                    hidden = hidden | (at < behind[..., None])
-                scores.masked_fill_(hidden[:, None, :, None], -torch.inf)
-                peak = scores.amax(-1)
-                weights = (scores - peak.clamp(min=torch.finfo(torch.float32).min)[..., None]).exp_()
-                partial = torch.matmul(weights.to(v.dtype).flatten(2, 3), v)
+                peak, weight, partial = attend_to_chunk(
+                    query[row].transpose(1, 2).reshape(items, kv_heads, count * groups, -1),
+                    _gather(keys, plan.blocks[item]),
+                    _gather(values, plan.blocks[item]),
+                    self._hidden(plan, item, params.window, groups),
+                    params.softcap,
+                    exact=self.exact,
+                )
                 target = (chunk[:, None].expand_as(row), row)
-                top[target] = peak.transpose(1, 2)
-                total[target] = weights.sum(-1).transpose(1, 2)
-                output[target] = partial.view(items, kv_heads, count, groups, -1).transpose(1, 2).float()
-        return merge(top, total, output, sinks).to(query.dtype)
+                top[target] = peak.view(items, kv_heads, count, groups).transpose(1, 2)
+                total[target] = weight.view(items, kv_heads, count, groups).transpose(1, 2)
+                output[target] = partial.view(items, kv_heads, count, groups, -1).transpose(1, 2)
+        for number in range(1, self._num_chunks):
+            merge(top[0], total[0], output[0], top[number], total[number], output[number])
+        return finish(top[0], total[0], output[0], sinks)[0].to(query.dtype)
 
-    def _prefill(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        query: Tensor,
-        segment: PrefillSegment,
-        params: AttentionParams,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """One sequence's queries against its whole context → (tokens, kv_heads, groups, value_dim)."""
-        kv_heads, groups = query.shape[:2]
-        q = query[:, :, segment.start : segment.end]
-        tokens = q.shape[2]
-        first_position = segment.context - tokens
-        k, v = _gather(keys, segment.blocks[None])[0], _gather(values, segment.blocks[None])[0]
-        top = torch.full((kv_heads, groups, tokens), -torch.inf, device=self.device)
-        total = torch.zeros_like(top)
-        output = torch.zeros(*top.shape, values.shape[-1], device=self.device)
-        lowest = max(0, first_position + 1 - params.window) // self.chunk if params.window else 0
-        for start in range(lowest * self.chunk, segment.context, self.chunk):
-            seen = max(0, start - first_position)  # queries before the chunk see nothing of it
-            scores = self._scores(q[:, :, seen:].flatten(1, 2), k[:, start : start + self.chunk], params.softcap).view(
-                kv_heads, groups, tokens - seen, self.chunk
-            )
-            position = torch.arange(first_position + seen, segment.context, device=self.device)[:, None]
-            at = torch.arange(start, start + self.chunk, device=self.device)
-            if start + self.chunk > first_position + seen:
-                scores.masked_fill_(at > position, -torch.inf)
-            if params.window:
-                scores.masked_fill_(at <= position - params.window, -torch.inf)
-            peak = scores.amax(-1)
-            weights = scores.sub_(peak.clamp(min=torch.finfo(torch.float32).min)[..., None]).exp_()
-            partial = torch.matmul(weights.to(v.dtype).flatten(1, 2), v[:, start : start + self.chunk])
-            _merge_into(
-                top[..., seen:],
-                total[..., seen:],
-                output[..., seen:, :],
-                peak,
-                weights.sum(-1),
-                partial.view(*peak.shape, -1).float(),
-            )
-        return (
-            _finish(top, total, output, None if sinks is None else sinks[..., None]).to(query.dtype).permute(2, 0, 1, 3)
-        )
-
-    def _scores(self, query: Tensor, keys: Tensor, softcap: float | None) -> Tensor:
-        """query (…, rows, dim), keys (…, chunk, dim) → float32 scores (…, rows, chunk)."""
-        scores = torch.matmul(query, keys.transpose(-1, -2)).float()
-        return torch.tanh(scores / softcap) * softcap if softcap else scores
+    def _hidden(self, plan: SharedChunks, item: slice, window: int | None, groups: int) -> Tensor:
+        """What each row may not see of its chunk: (items, 1, rows · groups, CHUNK)."""
+        at = torch.arange(CHUNK, device=self.device)
+        hidden = at >= plan.valid[item][..., None]
+        if window:
+            behind = self._decode_contexts[plan.rows[item]] - window - plan.chunks[item][:, None] * CHUNK
+            hidden |= at < behind[..., None]
+        return hidden.repeat_interleave(groups, 1)[:, None]
 
 
 def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
@@ -248,35 +222,3 @@ def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
     rows = blocks[:, None] * kv_heads + torch.arange(kv_heads, device=blocks.device)[:, None]
     gathered = cache.view(-1, block_size * dim).index_select(0, rows.flatten())
     return gathered.view(items, kv_heads, per_item * block_size, dim)
-
-
-def merge(top: Tensor, total: Tensor, output: Tensor, sinks: Tensor | None) -> Tensor:
-    """Merge partial softmaxes in order of position.
-
-    top, total (chunks, …) and output (chunks, …, dim): each chunk's maximum score, sum of exponentials and weighted
-    sum of values, float32; -inf and zeros where a row saw nothing of a chunk. sinks broadcasts against `…`. Returns
-    (…, dim).
-    """
-    running_top, running_total, running_output = top[0], total[0], output[0]
-    for chunk in range(1, len(top)):
-        _merge_into(running_top, running_total, running_output, top[chunk], total[chunk], output[chunk])
-    return _finish(running_top, running_total, running_output, sinks)
-
-
-def _merge_into(top: Tensor, total: Tensor, output: Tensor, peak: Tensor, weight: Tensor, partial: Tensor) -> None:
-    """Fold a chunk (peak, weight, partial) into the running (top, total, output), in place."""
-    new_top = torch.maximum(top, peak).clamp(min=torch.finfo(torch.float32).min)
-    keep, add = torch.exp(top - new_top), torch.exp(peak - new_top)
-    total.mul_(keep).add_(weight * add)
-    output.mul_(keep[..., None]).add_(partial * add[..., None])
-    top.copy_(new_top)
-
-
-def _finish(top: Tensor, total: Tensor, output: Tensor, sinks: Tensor | None) -> Tensor:
-    """Divide by the sum; a sink is one more logit in it, without a value."""
-    if sinks is not None:
-        new_top = torch.maximum(top, sinks)
-        keep = torch.exp(top - new_top)
-        total = total * keep + torch.exp(sinks - new_top)
-        output = output * keep[..., None]
-    return output / total[..., None]

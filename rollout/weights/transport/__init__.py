@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from rollout.weights.bodies import Announcement
-from rollout.weights.store import Incoming, Staging
+from rollout.weights.staging import Incoming, Staging
 
 
 class Transport(Protocol):

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from rollout.weights.bodies import Announcement, InitInfo
 from rollout.weights.errors import WeightUpdateError
-from rollout.weights.store import Incoming, Staging
+from rollout.weights.staging import Incoming, Staging
 
 _UNIQUE_ID_BYTES = 128
 
@@ -176,7 +176,9 @@ class BroadcastTransport:
             raise WeightUpdateError(400, "update_info names no tensors, and there was no earlier call to reuse")
         assert self._last is not None
         last = self._last
-        return Announcement(last.names, last.dtype_names, last.shapes, info.packed, info.packed_buffer_size_bytes)
+        return Announcement(
+            last.names, last.dtype_names, last.shapes, info.packed, info.packed_buffer_size_bytes, counts=info.counts
+        )
 
     def receive(
         self, info: Announcement, plan: list[Incoming], staging: Staging, progress: Callable[[int], Any]
@@ -184,7 +186,7 @@ class BroadcastTransport:
         """Receive in order. Raises WeightUpdateError 503 when the trainer is lost or stalls for the timeout."""
         packed = self._info.packed if info.packed is None else info.packed
         try:
-            if packed:
+            if packed or info.counts is not None:
                 limit = info.packed_buffer_size_bytes or self._info.packed_buffer_size_bytes
                 self._receive_packed(plan, limit, staging, progress)
             else:
@@ -209,13 +211,14 @@ class BroadcastTransport:
         buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
         for group in packed_groups(plan, limit):
             size = sum(item.nbytes for item in group)
-            if len(group) == 1:
+            if len(group) == 1 and group[0].count is None:
                 self._receive_one(group[0], staging, as_bytes=True)
             else:
                 if buffer.numel() < size:
                     buffer = torch.empty(0, dtype=torch.uint8, device=self._device)  # free before growing
                     buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-                self._broadcast(buffer[:size])
+                if size:  # else nothing changed in any of them
+                    self._broadcast(buffer[:size])
                 _unpack(buffer, group, staging)
             progress(size)
 
@@ -248,10 +251,17 @@ def _unpack(buffer: torch.Tensor, group: list[Incoming], staging: Staging) -> No
     offset = 0
     for item in group:
         piece = buffer[offset : offset + item.nbytes]
-        if piece.storage_offset() % item.dtype.itemsize:
-            piece = piece.clone()  # a view of a wider dtype must start on a multiple of its size
-        staging.place(item, piece.view(item.dtype).view(item.target.size))
+        if item.count is None:
+            staging.place(item, _typed(piece, item.dtype).view(item.target.size))
+        else:
+            split = item.count * item.index_dtype.itemsize
+            staging.place_changes(item, _typed(piece[:split], item.index_dtype), _typed(piece[split:], item.dtype))
         offset += item.nbytes
+
+
+def _typed(piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as elements; copied where they don't start on a multiple of their size."""
+    return (piece.clone() if piece.storage_offset() % dtype.itemsize else piece).view(dtype)
 
 
 def unpickled_bytes(data: bytes) -> bytes:

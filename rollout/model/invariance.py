@@ -1,0 +1,135 @@
+"""Does this model, on this machine, give a token the same bits in every batch? Tried before it is claimed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rollout.model.attention.base import AttentionParams, LayerShape, RaggedBatch, serving
+from rollout.model.attention.chunked import CHUNK, fill_up, padded_rows
+from rollout.model.attention.cpu import TorchAttention
+
+BLOCK = 16
+LENGTHS = (CHUNK + 21, CHUNK + 5, 40, 3)
+"""The sequences that are tried: two reach a second chunk, one is a few tokens."""
+DECODED = 3
+"""How many of a sequence's last tokens come one at a time."""
+NAMED = 6
+
+
+class NotInvariantError(ValueError):
+    """The model isn't batch-invariant here; the message names the operations whose bits differ."""
+
+
+@torch.inference_mode()
+def prove_batch_invariance(model: PreTrainedModel, shapes: list[LayerShape]) -> None:
+    """Compute sequences alone and whole, then side by side in chunks and single tokens; compare every module's bits.
+
+    Raises NotInvariantError, which names the modules that differ, the first ones first.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocab_size = model.config.get_text_config().vocab_size
+    sequences = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
+    alone = _Bits()
+    for index, ids in enumerate(sequences):
+        _run(model, shapes, [(index, ids)], [[len(ids)]], alone)
+    together = _Bits()
+    plans = [[n // 2, n - DECODED - n // 2, *[1] * DECODED] for n in LENGTHS]
+    plans[-1] = [0, 0, 1, 1, 1]
+    _run(model, shapes, list(enumerate(sequences)), plans, together)
+    differing = [name for name, rows in alone.rows.items() if rows != together.rows[name]]
+    if differing:
+        kinds = [f"{name} ({alone.kinds[name]})" for name in differing[:NAMED]]
+        more = f" and {len(differing) - NAMED} more" if len(differing) > NAMED else ""
+        raise NotInvariantError(
+            f"batch_invariant: here, in {model.dtype} with {torch.get_num_threads()} threads, a token's bits "
+            f"depend on its batch in {', '.join(kinds)}{more}. Serve without --batch-invariant, or in another dtype"
+        )
+
+
+class _Bits:
+    """A checksum of each module's output bits for each token: {module: {(sequence, position): checksum}}."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
+        self.kinds: dict[str, str] = {}
+
+    def add(self, name: str, kind: str, output: Any, tokens: list[tuple[int, int]]) -> None:
+        """Note the output of a module: one row, or several adjacent ones, for each of the padded tokens."""
+        if not isinstance(output, Tensor) or output.dtype not in _INTEGER or output.numel() % padded_rows(len(tokens)):
+            return
+        rows = output.reshape(padded_rows(len(tokens)), -1)
+        bits = rows[: len(tokens)].contiguous().view(_INTEGER[rows.dtype]).long()
+        weights = torch.arange(1, bits.shape[1] + 1, device=bits.device) * 2654435761
+        self.kinds[name] = kind
+        self.rows[name].update(zip(tokens, (bits * weights).sum(-1).tolist(), strict=True))
+
+
+_INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+class _Watched(TorchAttention):
+    """The exact attention, noting what it gives each token."""
+
+    def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        output = super().forward(layer, query, key, value, params)
+        self.bits.add(f"attention of layer {layer}", "rollout's attention", output.flatten(1), self.tokens)
+        return output
+
+    bits: _Bits
+    tokens: list[tuple[int, int]]
+
+
+def _run(
+    model: PreTrainedModel,
+    shapes: list[LayerShape],
+    sequences: list[tuple[int, list[int]]],
+    plans: list[list[int]],
+    bits: _Bits,
+) -> None:
+    """Compute the numbered sequences, each in the steps that its plan lists, all of one step side by side."""
+    blocks = [-(-len(ids) // BLOCK) for _, ids in sequences]
+    ends = [1 + sum(blocks[: i + 1]) for i in range(len(blocks))]
+    tables = [list(range(end - count, end)) for end, count in zip(ends, blocks, strict=True)]
+    backend = _Watched(shapes, ends[-1], BLOCK, model.dtype, model.device, exact=True)
+    backend.bits = bits
+    done = [0] * len(sequences)
+    for counts in zip(*plans, strict=True):
+        chosen = [i for i, count in enumerate(counts) if count]
+        row: list[int] = []
+        backend.tokens, query_start = [], [0]
+        for i in chosen:
+            number, ids = sequences[i]
+            row += ids[done[i] : done[i] + counts[i]]
+            backend.tokens += [(number, position) for position in range(done[i], done[i] + counts[i])]
+            query_start.append(len(row))
+            done[i] += counts[i]
+        batch = RaggedBatch(query_start, [done[i] for i in chosen], [tables[i] for i in chosen])
+        backend.prepare(batch)
+        with serving(backend), _watching(model, backend):
+            inputs = torch.tensor([fill_up(row), fill_up(batch.positions())], device=model.device)
+            model(input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False)
+
+
+@contextmanager
+def _watching(model: nn.Module, backend: _Watched) -> Iterator[None]:
+    """Note the outputs of all modules that have no parts of their own."""
+    hooks = []
+    for name, module in model.named_modules():
+        if next(module.children(), None) is None:
+
+            def hook(module: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                backend.bits.add(name, type(module).__name__, output, backend.tokens)
+
+            hooks.append(module.register_forward_hook(hook))
+    try:
+        yield
+    finally:
+        for handle in hooks:
+            handle.remove()
