@@ -84,7 +84,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
 
 
 def heavy_work(client: RolloutClient) -> None:
-    """Prompt logprobs of more rows than fit into one step, beside 65 rows that sample from most of the vocabulary."""
+    """Prompt logprobs of more rows than fit into one step, beside 64 rows that sample from most of the vocabulary."""
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(client.generate, prompt(800), {"max_tokens": 2, "prompt_logprobs": 5})
         group = client.generate(prompt(40), {"max_tokens": 1, "top_p": 0.9, "logprobs": 5}, n=64)

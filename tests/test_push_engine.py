@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -300,51 +301,64 @@ def test_a_label_names_the_next_step_on_and_stays_until_another_comes(llama: Wei
 # -- anything, in any order
 
 
-PROMPT_LENGTHS = st.sampled_from([1, 4, 9, 25, 26, 60])
-ACTIONS = st.one_of(
-    st.tuples(
-        st.just("add"), PROMPT_LENGTHS, st.integers(1, 3), st.integers(1, 24), st.sampled_from([None, None, 0]),
-        st.booleans(),
-    ),
-    st.tuples(st.just("step"), st.integers(1, 9)),
-    st.tuples(st.just("push"), st.integers(0, SEEDS - 1), st.sampled_from([*POLICIES, None])),
-    st.tuples(st.just("abort"), st.integers(0, 20), st.sampled_from([None, 0, 1])),
-    st.tuples(st.just("relabel"), st.integers(0, 2)),
-)  # fmt: skip
+ARRIVALS = st.fixed_dictionaries(
+    {
+        "length": st.sampled_from([1, 4, 9, 25, 26, 60]),
+        "n": st.integers(1, 3),
+        "max_tokens": st.sampled_from([1, 9, 24]),
+        "prompt_logprobs": st.sampled_from([None, None, 0]),
+        "shares_prefix": st.booleans(),
+    }
+)
+PUSHES = st.tuples(st.integers(0, SEEDS - 1), st.sampled_from([*POLICIES, None]), st.sampled_from([None, "a", "b"]))
+EVENTS = st.one_of(
+    st.tuples(st.just("add"), ARRIVALS),
+    st.tuples(st.just("push"), PUSHES),
+    st.tuples(st.just("push"), PUSHES),
+    st.tuples(st.just("relabel"), st.sampled_from("ab")),
+    st.tuples(st.just("abort"), st.tuples(st.integers(0, 9), st.sampled_from([None, 0, 1]))),
+)
+SCHEDULES = st.tuples(ARRIVALS, st.lists(st.tuples(st.integers(0, 7), EVENTS), min_size=2, max_size=12))
+"""A first arrival, then events, each of them after so many steps."""
 
 
 @settings(max_examples=25)
 @given(
     name=st.sampled_from(["llama", "gemma2"]),
-    actions=st.lists(ACTIONS, min_size=3, max_size=25),
+    schedule=SCHEDULES,
     chunk=st.sampled_from([5, 12, 64]),
     blocks=st.sampled_from([24, 40]),
 )
 def test_any_schedule_of_arrivals_pushes_and_aborts(
-    root: Path, name: str, actions: list[tuple], chunk: int, blocks: int
+    root: Path, name: str, schedule: tuple[Any, list[tuple[int, Any]]], chunk: int, blocks: int
 ) -> None:
-    config = {**SMALL, "max_num_seqs": 5, "max_model_len": 92}
-    config |= {"max_num_batched_tokens": chunk, "num_gpu_blocks_override": blocks}
+    config = {
+        "num_gpu_blocks_override": blocks,
+        "max_model_len": 92,
+        "max_num_seqs": 5,
+        "max_num_batched_tokens": chunk,
+    }
+    first, events = schedule
     with Run(weights(name, root), **config) as run:
-        for number, (kind, *rest) in enumerate(actions):
-            match kind, rest:
-                case "add", (length, n, max_tokens, prompt_logprobs, other):
-                    tokens = prompt(60, seed=0)[: length - other] + [7] * other  # most share a prefix
-                    params = {"n": n, "max_tokens": max_tokens, "prompt_logprobs": prompt_logprobs}
-                    run.add(request(f"r{number}", tokens, **params))
-                case "step", (count,):
-                    run.step(count)
-                case "push", (seed, policy):
-                    run.push(seed, policy, None if seed else f"v{number}")
+        for steps, (kind, what) in [(0, ("add", first)), *events]:
+            run.step(steps)
+            match kind:
+                case "add":
+                    base = prompt(what["length"], seed=len(run.requests))
+                    tokens = prompt(60)[: what["length"]] if what["shares_prefix"] else base
+                    params = {key: what[key] for key in ("n", "max_tokens", "prompt_logprobs")}
+                    run.add(request(f"r{len(run.requests)}", tokens, **params))
+                case "push":
+                    run.push(*what)
                     run.step()
-                case "abort", (which, index):
-                    names = [item.request_id for item in run.requests] or ["unknown"]
-                    run.take(run.engine.abort(AbortRequests([names[which % len(names)]], index=index)))
-                case "relabel", (label,):
-                    run.relabel(f"label {label}")
+                case "relabel":
+                    run.relabel(what)
+                case "abort":
+                    which, index = what
+                    name_of = run.requests[which % len(run.requests)].request_id
+                    run.take(run.engine.abort(AbortRequests([name_of], index=index)))
         run.finish()
         for outputs in run.outputs.values():
-            assert outputs
             assert [o.finish_reason is None for o in outputs] == [True] * (len(outputs) - 1) + [False]
         run.check()
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from weights_lab import Server, llama, mixtral, same_weights, saved_tensors
+from weights_lab import Server, llama, mixtral, same_weights
 
 from rollout.weights.staging import Staging
 from trainer_bridge import folder as folder_module
@@ -147,10 +147,24 @@ def test_a_failed_sparse_push_is_followed_by_a_whole_one(server):
         assert same_weights(server.model, trained)
 
 
-@pytest.mark.parametrize("options", [{}, {"sparse": True}, {"backend": "disk"}])
-def test_a_push_in_place(server, options, tmp_path):
+def test_a_server_that_was_away_gets_a_whole_push_though_its_epoch_is_the_same(server):
+    """It may have been restarted meanwhile, and have come to this epoch by other weights."""
     trained = llama(1)
-    where = {"backend": "disk", "disk_path": tmp_path} if options.pop("backend", None) else {}
+    with WeightSender.connect(server.url, trained, timeout_s=20) as sender:
+        sender.push(sparse=True)
+        server.lose_answer_of = "weight_info"
+        with pytest.raises(WeightPushError, match="/weight_info got no answer"):
+            sender.push(sparse=True)
+        server.model.load_state_dict(llama(2).state_dict())
+        assert sender.push(sparse=True).bytes_saved == 0
+        assert same_weights(server.model, trained)
+
+
+@pytest.mark.parametrize("way", ["whole", "sparse", "disk"])
+def test_a_push_in_place(server, way, tmp_path):
+    trained = llama(1)
+    where = {"backend": "disk", "disk_path": tmp_path} if way == "disk" else {}
+    options = {"sparse": True} if way == "sparse" else {}
     with WeightSender.connect(server.url, trained, timeout_s=20, **where) as sender:
         with pytest.raises(WeightPushError, match=r"/pause\?mode=keep"):
             sender.push(weight_staging="in_place", **options)
@@ -160,7 +174,7 @@ def test_a_push_in_place(server, options, tmp_path):
             result = sender.push(weight_staging="in_place", verify=True, **options)
             assert same_weights(server.model, trained)
         assert server.store.valid
-        assert (result.bytes_saved > 0) == ("sparse" in options)
+        assert (result.bytes_saved > 0) == (way == "sparse")
 
 
 def test_a_failed_push_in_place_is_healed_by_the_next(server):
@@ -208,7 +222,7 @@ def test_a_write_that_fails_leaves_no_folder_that_counts(server, tmp_path):
         with pytest.raises(WeightPushError, match="on fire"):
             sender.push()
         assert not [p for p in tmp_path.iterdir() if p.name.isdecimal()]
-        assert server.call("weight_info")["state"] == "aborted"
+        assert "start_weight_update" not in methods(server)
         sender._source = StateDictSource({n: p.detach() for n, p in llama(1).named_parameters()})
         sender.push()
     assert same_weights(server.model, llama(1))
@@ -245,12 +259,12 @@ def test_what_does_not_go_together_is_said_at_once(server, tmp_path):
         WeightSender.connect(server.url, llama(1), disk_path=tmp_path)
     with pytest.raises(ValueError, match="at least one server"):
         WeightSender.connect([], llama(1))
-    with WeightSender.connect(server.url, llama(1), backend="disk", disk_path=tmp_path, timeout_s=20) as sender:
-        with pytest.raises(ValueError, match="sparse"):
-            sender.push(sparse=True)
-    with WeightSender.connect(server.url, llama(1), timeout_s=20) as sender:
-        with pytest.raises(ValueError, match="push_folder"):
-            sender.push_folder(tmp_path)
+    sender = WeightSender.connect(server.url, llama(1), backend="disk", disk_path=tmp_path, timeout_s=20)
+    with sender, pytest.raises(ValueError, match="sparse"):
+        sender.push(sparse=True)
+    sender = WeightSender.connect(server.url, llama(1), timeout_s=20)
+    with sender, pytest.raises(ValueError, match="push_folder"):
+        sender.push_folder(tmp_path)
 
 
 def test_several_servers_get_one_push(servers):
@@ -301,6 +315,26 @@ def test_one_server_with_another_model_keeps_all_from_committing(servers):
             sender.push()
         assert servers[0].store.epoch == other.store.epoch == 0
         sender.close()
+
+
+def test_a_server_lost_between_ready_and_commit_is_named_beside_those_that_committed(servers):
+    trained = llama(1)
+    with WeightSender.connect([s.url for s in servers], trained, timeout_s=20) as sender:
+        call = servers[1].updater.call
+
+        def dying(method, params):
+            if method == "finish_weight_update" and not params.get("prepare"):
+                call("shutdown_weight_transfer_engine", {})
+            return call(method, params)
+
+        servers[1].updater.call = dying
+        with pytest.raises(WeightPushError, match=f"{servers[1].url}: ") as caught:
+            sender.push("v1")
+        assert str(caught.value).endswith(f"(committed already: {servers[0].url}, {servers[2].url})")
+        assert same_weights(servers[1].model, llama(10))
+        servers[1].updater.call = call
+        assert sender.push("v2").epochs == (2, 1, 2)
+    assert all(same_weights(s.model, trained) for s in servers)
 
 
 def test_a_lost_answer_to_a_joint_commit_is_looked_up(servers):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from weights_lab import Server, eventually, fill, llama, same_weights, saved_tensors
 
 from rollout.weights.errors import AbandonedError, WeightUpdateError
@@ -109,8 +110,6 @@ def test_a_server_that_allows_partial_updates_is_healed_only_by_a_whole_one(brok
         refused(400, "finite", server.call, "finish_weight_update")
         some = llama(3)
         del some.lm_head
-        from safetensors.torch import save_file
-
         save_file({n: p.detach() for n, p in some.named_parameters()}, tmp_path / "some.safetensors")
         server.call("start_weight_update")
         server.call("update_weights", update_info={"path": str(tmp_path)})
@@ -181,3 +180,29 @@ def test_full_and_in_place_give_the_same_bits(dtype):
         store.commit(staging, None)
         sums.append(store.checksums())
     assert sums[0] == sums[1]
+
+
+def test_a_buffer_that_an_update_may_leave_out_is_needed_to_heal():
+    def buffered(seed):
+        model = llama(seed)
+        model.register_buffer("scale", torch.full((2,), float(seed)))
+        return model
+
+    served = buffered(0)
+    store = WeightStore(served)
+    parameters = dict(llama(1).named_parameters())
+    staging = fill(store, parameters)
+    staging.check(partial=False, progress=lambda: None)
+    store.commit(staging, None)
+    assert served.scale.tolist() == [0.0, 0.0]
+    staging = fill(store, {"scale": torch.tensor([5.0, 5.0])}, in_place=True)
+    staging.close()
+    store.release(staging)  # dropped after it had written: what serves can't be trusted
+    assert not store.valid
+    with pytest.raises(WeightUpdateError, match=r"lacks 1 of .*: scale\. .*invalid"):
+        fill(store, parameters).check(partial=False, progress=lambda: None)
+    staging = fill(store, parameters | {"scale": torch.tensor([1.0, 1.0])})
+    staging.check(partial=False, progress=lambda: None)
+    store.commit(staging, None)
+    assert store.valid
+    assert same_weights(served, buffered(1))

@@ -48,16 +48,18 @@ class Folders:
 
 
 class UpdateOrder(RuleBasedStateMachine):
-    """`self.state`, `self.received` and `self.serving` are the model; the updater must agree after every call."""
+    """`state`, `received`, `serving`, `valid` and so on are the model; the updater must agree after every call."""
 
     def __init__(self) -> None:
         super().__init__()
         self.root = Path(tempfile.mkdtemp())
         self.folders = Folders(self.root)
         self.model = tiny(0)
-        self.updater = WeightUpdater(WeightStore(self.model), timeout_s=30.0)
+        self.paused = False
+        self.updater = WeightUpdater(WeightStore(self.model), timeout_s=30.0, paused=lambda: self.paused)
         self.joined = False
-        self.state, self.received, self.partial = "idle", [], False
+        self.state, self.received, self.partial, self.label_wished = "idle", [], False, None
+        self.in_place, self.heals, self.valid = False, False, True
         self.serving = {n: 0 for n, _ in tiny(0).named_parameters()}
         self.epoch, self.label = 0, "default"
         self.references = {seed: dict(tiny(seed).named_parameters()) for seed in (0, 1, 2)}
@@ -80,14 +82,30 @@ class UpdateOrder(RuleBasedStateMachine):
 
     @property
     def active(self):
-        return self.state in ("open", "receiving")
+        return self.state in ("open", "receiving", "ready")
 
     @property
     def out_of_order(self):
         return 409 if self.joined else 400
 
-    def drop(self):
-        self.state, self.received = "aborted", []
+    def drop(self, state="aborted"):
+        if self.active and self.in_place and not self.received:
+            self.valid = not self.heals
+        self.state, self.received = state, []
+
+    def commit(self, received, label):
+        self.serving |= dict(received)
+        self.epoch += 1
+        self.label = label or self.label
+        self.state, self.received, self.valid = "committed", [], True
+
+    @rule()
+    def pause(self):
+        self.paused = True
+
+    @rule()
+    def resume(self):
+        self.paused = self.paused and not self.valid  # the engine refuses it
 
     @rule(force=st.booleans())
     def init(self, force):
@@ -100,21 +118,26 @@ class UpdateOrder(RuleBasedStateMachine):
         if self.active:
             self.drop()
 
-    @rule(partial=st.booleans())
-    def start(self, partial):
+    @rule(partial=st.booleans(), staging=st.sampled_from([None, "full", "in_place", "in_place"]))
+    def start(self, partial, staging):
+        body = {"partial": partial, "weight_staging": staging}
         if self.active or not self.joined:
-            self.refused(409 if self.active else 400, "start_weight_update", partial=partial)
-            return
-        self.call("start_weight_update", partial=partial)
-        self.state, self.received, self.partial = "open", [], partial
+            self.refused(409 if self.active else 400, "start_weight_update", **body)
+        elif (partial and not self.valid) or (staging == "in_place" and not self.paused):
+            self.refused(409, "start_weight_update", **body)
+        else:
+            self.call("start_weight_update", **body)
+            self.state, self.received, self.partial, self.label_wished = "open", [], partial, None
+            self.in_place, self.heals = staging == "in_place", not self.valid
+            self.valid = self.valid and not self.in_place
 
-    @rule(part=st.sampled_from(["whole", "first", "rest"]), seed=st.sampled_from([1, 2]))
+    @rule(part=st.sampled_from(["whole", "whole", "first", "rest"]), seed=st.sampled_from([1, 2]))
     def update(self, part, seed):
         info = {"path": self.folders[f"{part}-{seed}"]}
         names = list(self.serving)
         names = {"whole": names, "first": names[:5], "rest": names[5:]}[part]
-        if not self.active:
-            self.refused(self.out_of_order, "update_weights", update_info=info)
+        if not self.active or self.state == "ready":
+            self.refused(409 if self.active else self.out_of_order, "update_weights", update_info=info)
         elif any(n in names for n, _ in self.received):
             self.refused(400, "update_weights", update_info=info)
             self.drop()
@@ -123,32 +146,36 @@ class UpdateOrder(RuleBasedStateMachine):
             self.state = "receiving"
             self.received += [(n, seed) for n in names]
 
-    @rule(bad=st.sampled_from(["unknown", "nan", "missing-folder"]))
-    def bad_update(self, bad):
+    @rule(bad=st.sampled_from(["unknown", "nan", "missing-folder"]), prepare=st.booleans())
+    def bad_update(self, bad, prepare):
         info = {"path": self.folders[bad]}
-        if not self.active:
-            self.refused(self.out_of_order, "update_weights", update_info=info)
+        if not self.active or self.state == "ready":
+            self.refused(409 if self.active else self.out_of_order, "update_weights", update_info=info)
         elif bad == "nan" and not self.received:
             self.call("update_weights", update_info=info)
-            self.refused(400, "finish_weight_update")
+            self.received = [("nan", 0)]
+            self.refused(400, "finish_weight_update", prepare=prepare)
             self.drop()
         else:
             self.refused(400, "update_weights", update_info=info)
             self.drop()
 
-    @rule(label=st.sampled_from([None, "a", "b"]))
-    def finish(self, label):
+    @rule(label=st.sampled_from([None, "a", "b"]), prepare=st.booleans())
+    def finish(self, label, prepare):
+        body = {"weight_version": label, "prepare": prepare}
         if not self.active or self.state == "open":
-            self.refused(self.out_of_order if not self.active else 409, "finish_weight_update", weight_version=label)
-        elif not self.partial and len(self.received) < len(self.serving):
-            self.refused(400, "finish_weight_update", weight_version=label)
+            self.refused(self.out_of_order if not self.active else 409, "finish_weight_update", **body)
+            return
+        if (self.heals or not self.partial) and len(self.received) < len(self.serving):
+            self.refused(400, "finish_weight_update", **body)
             self.drop()
+            return
+        answer = self.call("finish_weight_update", commits=True, **body)
+        self.label_wished = label or self.label_wished
+        if prepare:
+            self.state = "ready"
         else:
-            answer = self.call("finish_weight_update", commits=True, weight_version=label)
-            self.serving |= dict(self.received)
-            self.epoch += 1
-            self.label = label or self.label
-            self.state, self.received = "committed", []
+            self.commit(self.received, self.label_wished)
             assert (answer["epoch"], answer["weight_version"]) == (self.epoch, self.label)
 
     @rule(seed=st.sampled_from([1, 2]))
@@ -158,9 +185,7 @@ class UpdateOrder(RuleBasedStateMachine):
             self.refused(409, "update_weights", **body)
             return
         assert self.call("update_weights", commits=True, **body) == {"status": "ok"}
-        self.serving = dict.fromkeys(self.serving, seed)
-        self.epoch += 1
-        self.state = "committed"
+        self.commit(dict.fromkeys(self.serving, seed), None)
 
     @rule()
     def abort(self):
@@ -178,15 +203,18 @@ class UpdateOrder(RuleBasedStateMachine):
     @rule()
     def shutdown(self):
         self.call("shutdown_weight_transfer_engine")
-        self.joined, self.state, self.received = False, "idle", []
+        self.drop("idle")
+        self.joined = False
 
     @invariant()
     def what_serves_is_a_whole_version(self):
         info = self.call("weight_info")
         assert (info["state"], info["epoch"], info["weight_version"]) == (self.state, self.epoch, self.label)
+        assert info["weights"] == ("valid" if self.valid else "invalid")
         assert self.updater.commit_if_ready() is None
-        for name, parameter in self.model.named_parameters():
-            assert torch.equal(parameter, self.references[self.serving[name]][name])
+        if self.valid:
+            for name, parameter in self.model.named_parameters():
+                assert torch.equal(parameter, self.references[self.serving[name]][name])
 
 
 UpdateOrder.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)

@@ -58,7 +58,7 @@ class PushResult:
 
 @dataclass
 class _Load:
-    """What one push sends: tensors as announced (`infos`), or a folder that is there already."""
+    """What one push sends: tensors as announced (`infos`), or those in a folder."""
 
     infos: list[TensorInfo]
     tensors: Iterator[torch.Tensor]
@@ -302,6 +302,8 @@ class WeightSender:
         sums: dict[str, str] | None = {} if verify else None
         if sums is not None:
             tensors = digested(infos, tensors, sums)
+        if self._folder is not None:  # before the update starts, which must not wait for a disk
+            return _Load(infos, iter(()), checksums=sums, path=self._folder.write(infos, tensors))
         if self._baseline is None:
             return _Load(infos, tensors, checksums=sums)
         known = self._baseline.epochs == epochs
@@ -315,18 +317,17 @@ class WeightSender:
 
     def _transfer(self, load: _Load) -> None:
         """Bring the tensors into every server's staging."""
-        if self._group is not None:
-            self._broadcast(self._group, load)
+        if load.path is None:
+            self._broadcast(load)
             return
-        path = load.path
-        if path is None:
-            assert self._folder is not None
-            path = self._folder.write(load.infos, load.tensors)
-        info = {"update_info": {"path": str(path)}}
-        on_all(self._servers, lambda _, s: s.call("POST", "/update_weights", info))
+        info = {"update_info": {"path": str(load.path)}}
+        # Large checkpoints take their time to read; a server that makes no progress gives up by itself.
+        longest = self._timeout_s * (1 + len(list(load.path.glob("*.safetensors"))))
+        on_all(self._servers, lambda _, s: s.call("POST", "/update_weights", info, timeout_s=longest))
 
-    def _broadcast(self, group: TrainerGroup, load: _Load) -> None:
+    def _broadcast(self, load: _Load) -> None:
         """Announce over HTTP and broadcast, at the same time; a failure of either ends both."""
+        assert self._group is not None
         packed = self._packed or load.sparse
         groups = packed_groups(load.infos, PACKED_BUFFER_BYTES) if packed else [[i] for i in load.infos]
         update_info: dict[str, Any] = {
@@ -346,7 +347,7 @@ class WeightSender:
         device = torch.device("cpu") if self._backend == "gloo" or self._source is None else self._source.device
         try:
             for buffer in buffers(groups, load.tensors, packed, device):
-                group.broadcast(buffer, calls)
+                self._group.broadcast(buffer, calls)
         except Exception:
             # A server's own words, where it has any, tell more than a lost connection does.
             done, _ = wait(calls, timeout=min(5.0, self._timeout_s), return_when=FIRST_EXCEPTION)

@@ -39,7 +39,7 @@ def prove_batch_invariance(model: PreTrainedModel, shapes: list[LayerShape]) -> 
     alone = _Bits()
     for index, ids in enumerate(sequences):
         _run(model, shapes, [(index, ids)], [[len(ids)]], alone)
-    together = _Bits()
+    together = _Bits(alone.axes)
     plans = [[n // 2, n - DECODED - n // 2, *[1] * DECODED] for n in LENGTHS]
     plans[-1] = [0, 0, 1, 1, 1]
     _run(model, shapes, list(enumerate(sequences)), plans, together)
@@ -54,17 +54,27 @@ def prove_batch_invariance(model: PreTrainedModel, shapes: list[LayerShape]) -> 
 
 
 class _Bits:
-    """A checksum of each module's output bits for each token: {module: {(sequence, position): checksum}}."""
+    """A checksum of each module's output bits for each token: {module: {(sequence, position): checksum}}.
 
-    def __init__(self) -> None:
+    `axes` says along which axis of its output a module has the tokens. It is seen from the first call, whose number of
+    tokens nothing else in a model is likely to be.
+    """
+
+    def __init__(self, axes: dict[str, int] | None = None) -> None:
+        self.axes: dict[str, int] = {} if axes is None else axes
         self.rows: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
         self.kinds: dict[str, str] = {}
 
     def add(self, name: str, kind: str, output: Any, tokens: list[tuple[int, int]]) -> None:
         """Note the output of a module: one row, or several adjacent ones, for each of the padded tokens."""
-        if not isinstance(output, Tensor) or output.dtype not in _INTEGER or output.numel() % padded_rows(len(tokens)):
+        if not isinstance(output, Tensor) or output.dtype not in _INTEGER:
             return
-        rows = output.reshape(padded_rows(len(tokens)), -1)
+        count = padded_rows(len(tokens))
+        if name not in self.axes:
+            self.axes[name] = next((axis for axis, size in enumerate(output.shape[:-1]) if size % count == 0), -1)
+        if self.axes[name] < 0:
+            return
+        rows = output.movedim(self.axes[name], 0).reshape(count, -1)
         bits = rows[: len(tokens)].contiguous().view(_INTEGER[rows.dtype]).long()
         weights = torch.arange(1, bits.shape[1] + 1, device=bits.device) * 2654435761
         self.kinds[name] = kind
