@@ -58,6 +58,7 @@ def plot(steps: Sequence[Step], path: Path) -> None:
     """Reward, staleness and logprob gap over steps, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     panels = (
         ("reward", "tab:green", "mean of the step's answers", [step.train.reward for step in steps]),
@@ -74,6 +75,7 @@ def plot(steps: Sequence[Step], path: Path) -> None:
         axes.plot(range(1, len(steps) + 1), values, color=colour, marker="o", markersize=3)
         axes.set(title=title, xlabel="step", ylabel=label)
         axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
     FigureCanvasAgg(figure).print_png(str(path))
 
