@@ -23,7 +23,7 @@ def test_greedy_and_sampled_answers_are_those_of_transformers(smollm2: Path) -> 
         request("greedy", CAPITAL_OF_FRANCE, temperature=0, max_tokens=16),
         request("group", CAPITAL_OF_FRANCE, n=4, max_tokens=16, seed=1, ignore_eos=True),
         request("long", long, n=2, max_tokens=8, seed=2, ignore_eos=True),
-        request("hit", long + [7], max_tokens=8, seed=3, ignore_eos=True),
+        request("hit", [*long, 7], max_tokens=8, seed=3, ignore_eos=True),
     ]
     serving = engine(smollm2, block_size=16, num_gpu_blocks_override=64, max_model_len=512, max_num_batched_tokens=128)
     outputs = run(serving, requests)

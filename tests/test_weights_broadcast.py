@@ -140,6 +140,24 @@ def test_a_refused_update_does_not_join_and_its_group_is_not_used_again(server):
     assert same_weights(server.model, llama(0))
 
 
+def test_an_update_without_start_costs_the_group_since_its_broadcasts_may_be_on_their_way(server):
+    """A small one fits into the sockets: it would be taken for the next update's first tensor."""
+    trainer = PlainTrainer(server)
+    trained = llama(1)
+    pending = trainer.group.broadcast(torch.full((96, 32), 7.0), 0)
+    with pytest.raises(WeightUpdateError, match="state idle: call start_weight_update first"):
+        server.call("update_weights", update_info=update_info(dict(trained.named_parameters())))
+    with pytest.raises(WeightUpdateError, match=r"came in state idle.*init_weight_transfer_engine again"):
+        server.call("start_weight_update")
+    del pending
+    again = PlainTrainer(server)
+    server.call("start_weight_update")
+    sends = [lambda p=p: again.broadcast(p) for p in trained.parameters()]
+    update(server, update_info(dict(trained.named_parameters())), sends)
+    server.call("finish_weight_update")
+    assert same_weights(server.model, trained)
+
+
 def test_a_malformed_update_ends_the_session_too(server):
     PlainTrainer(server)
     server.call("start_weight_update")

@@ -136,8 +136,11 @@ class UpdateOrder(RuleBasedStateMachine):
         info = {"path": self.folders[f"{part}-{seed}"]}
         names = list(self.serving)
         names = {"whole": names, "first": names[:5], "rest": names[5:]}[part]
-        if not self.active or self.state == "ready":
-            self.refused(409 if self.active else self.out_of_order, "update_weights", update_info=info)
+        if not self.active:
+            self.refused(self.out_of_order, "update_weights", update_info=info)
+        elif self.state == "ready":
+            self.refused(409, "update_weights", update_info=info)
+            self.drop()
         elif any(n in names for n, _ in self.received):
             self.refused(400, "update_weights", update_info=info)
             self.drop()
@@ -149,8 +152,11 @@ class UpdateOrder(RuleBasedStateMachine):
     @rule(bad=st.sampled_from(["unknown", "nan", "missing-folder"]), prepare=st.booleans())
     def bad_update(self, bad, prepare):
         info = {"path": self.folders[bad]}
-        if not self.active or self.state == "ready":
-            self.refused(409 if self.active else self.out_of_order, "update_weights", update_info=info)
+        if not self.active:
+            self.refused(self.out_of_order, "update_weights", update_info=info)
+        elif self.state == "ready":
+            self.refused(409, "update_weights", update_info=info)
+            self.drop()
         elif bad == "nan" and not self.received:
             self.call("update_weights", update_info=info)
             self.received = [("nan", 0)]

@@ -179,11 +179,19 @@ def test_a_prepared_update_waits_for_its_second_finish(server):
         server.call("finish_weight_update", prepare=True, weight_version="v1")
         assert server.call("weight_info")["state"] == "ready"
         assert server.updater.commit_if_ready() is None
-    refused(409, "prepared", server.call, "update_weights", update_info=server.folder)
     refused(409, "already ready", server.call, "start_weight_update")
     assert same_weights(server.model, llama(0))
     assert server.call("finish_weight_update")["weight_version"] == "v1"
     assert same_weights(server.model, llama(1))
+
+
+def test_more_after_prepare_aborts_the_update(server):
+    server.call("start_weight_update")
+    server.call("update_weights", update_info=server.folder)
+    server.call("finish_weight_update", prepare=True)
+    refused(409, "already checked", server.call, "update_weights", update_info=server.folder)
+    assert server.call("weight_info")["state"] == "aborted"
+    assert same_weights(server.model, llama(0))
 
 
 def test_a_prepared_update_can_be_aborted_and_fails_its_checks_when_prepared(server):

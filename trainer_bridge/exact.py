@@ -56,12 +56,12 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
         for name in ("past_key_values", "cache", "labels"):
             if kwargs.pop(name, None) is not None:
                 raise ValueError(f"an exact forward pass is a full causal pass: it takes no {name}")
-        _check(model, input_ids, attention_mask)
         batch, length = input_ids.shape
         extra = padded_rows(length) - length
         positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
         if position_ids is not None:
             positions = position_ids.expand(batch, -1)
+        _check(model, input_ids, attention_mask, positions)
         keep = _kept(logits_to_keep, length, input_ids.device)
         head = pad(keep, (0, padded_rows(len(keep)) - len(keep)))
         kwargs["use_cache"] = False
@@ -78,7 +78,7 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _check(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None) -> None:
+def _check(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, positions: Tensor) -> None:
     if torch.is_autocast_enabled(input_ids.device.type):
         raise ValueError(
             "autocast computes with other bits than the server: use a module in the server's dtype, with float32 "
@@ -86,16 +86,17 @@ def _check(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None) -
         )
     if model.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules()):
         raise ValueError("the model would drop out activations: call model.eval(), gradients flow all the same")
-    if attention_mask is None:
-        return
-    if attention_mask.shape != input_ids.shape:
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    if mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask must be (batch, length) like input_ids {tuple(input_ids.shape)}, "
-            f"got {tuple(attention_mask.shape)}; masks of another form can't be exact"
+            f"got {tuple(mask.shape)}; masks of another form can't be exact"
         )
-    mask = attention_mask.bool()
+    mask = mask.bool()
     if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
         raise ValueError("left-padded (or holey) rows can't be exact: pad on the right, or pack with position_ids")
+    if len(mask) > 1 and bool((mask[:, 1:] & (positions[:, 1:] != positions[:, :-1] + 1)).any()):
+        raise ValueError("positions restart within a row of a batch: sequences are packed into a batch of one row")
 
 
 def _kept(logits_to_keep: int | Tensor, length: int, device: torch.device) -> Tensor:

@@ -41,6 +41,7 @@ class Engine:
             device=self.runner.device,
             wake=wake,
             info=lambda: {
+                "dtype": str(self.runner.dtype).removeprefix("torch."),
                 "kv_policy": config.default_kv_policy,
                 "logprobs_mode": config.logprobs_mode,
                 "batch_invariant": config.batch_invariant,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+
+logger = logging.getLogger(__name__)
+
 
 class WeightUpdateError(Exception):
     """A refused or failed call: the HTTP status to answer with, and a sentence with the value and the remedy.
@@ -18,6 +22,14 @@ class WeightUpdateError(Exception):
 
 class AbandonedError(Exception):
     """Ends a job whose update is over."""
+
+
+def as_update_error(error: Exception) -> WeightUpdateError:
+    """What to answer for any failure; one of our own is logged."""
+    if isinstance(error, WeightUpdateError):
+        return error
+    logger.error("weight update failed", exc_info=error)
+    return WeightUpdateError(500, f"{type(error).__name__}: {error}")
 
 
 def listing(entries: list[str]) -> str:

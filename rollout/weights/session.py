@@ -10,7 +10,6 @@ its start to a commit the weights are invalid and nothing is generated.)
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -32,12 +31,11 @@ from rollout.weights.bodies import (
     VersionBody,
     parse,
 )
-from rollout.weights.errors import AbandonedError, WeightUpdateError
+from rollout.weights.connection import Connection
+from rollout.weights.errors import AbandonedError, WeightUpdateError, as_update_error
 from rollout.weights.link import Link, on_device
 from rollout.weights.staging import Staging
 from rollout.weights.store import WeightStore
-from rollout.weights.transport import Transport
-from rollout.weights.transport.broadcast import BroadcastTransport
 from rollout.weights.transport.disk import DiskTransport
 from rollout.weights.update import Answer, Update
 
@@ -83,7 +81,7 @@ class WeightUpdater:
         self._on_device = partial(on_device, self._device, stream)
         self._wake, self._info, self._paused = wake, info, paused
         self._lock = threading.RLock()
-        self._link: Link | None = None
+        self._connection = Connection(timeout_s, self._device, self._on_device, self._expire, self._lock)
         self._session: Update | None = None
         self._ready: Update | None = None
         self._state: State = "idle"
@@ -112,7 +110,7 @@ class WeightUpdater:
             with self._lock:
                 self._methods[method](params, answer)
         except Exception as error:
-            answer.set_exception(_as_update_error(error))
+            answer.set_exception(as_update_error(error))
         return answer
 
     def commit_if_ready(self) -> Commit | None:
@@ -146,12 +144,7 @@ class WeightUpdater:
 
     def _init(self, params: dict[str, Any], answer: Answer) -> None:
         info = parse(params, InitBody).init_info
-        timeout_s = self._timeout_s if info.timeout_s is None else info.timeout_s
-        if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise WeightUpdateError(400, f"init_info.timeout_s must be a positive number of seconds, got {timeout_s}")
-        transport: Transport = (
-            DiskTransport() if info.backend == "disk" else BroadcastTransport(info, timeout_s, self._device)
-        )
+        transport, timeout_s = self._connection.transport_for(info)
         session = self._session
         if session is not None:
             quiet = time.monotonic() - session.touched
@@ -163,33 +156,12 @@ class WeightUpdater:
                     'init_info {"force": true}',
                 )
             self._abort(session, WeightUpdateError(503, "another trainer took over the weight transfer"))
-        self._drop_link()
-        link = self._link = Link(transport, timeout_s, self._expire)
-        link.submit(lambda: self._join(link, answer))
-
-    def _join(self, link: Link, answer: Answer) -> None:
-        try:
-            with self._on_device():
-                link.transport.connect()
-        except Exception as error:
-            failure = _as_update_error(error)
-            with self._lock:
-                if self._link is link:
-                    self._drop_link()
-            answer.set_exception(failure)
-            return
-        with self._lock:
-            current = self._link is link
-            link.joined = True
-        if current:
-            answer.set_result({"message": f"Weight transfer initialized ({link.transport.name})"})
-        else:
-            answer.set_exception(WeightUpdateError(409, "the transfer was shut down or taken over while joining"))
+        self._connection.join(transport, timeout_s, answer)
 
     def _start(self, params: dict[str, Any], answer: Answer) -> None:
         body = parse(params, StartBody)
         self._refuse_second()
-        link = self._usable_link()
+        link = self._connection.usable()
         self._open(Update(self._store, link, body, self._admit(body)))
         answer.set_result({"message": "Weight update started", "epoch": self._store.epoch})
 
@@ -198,6 +170,8 @@ class WeightUpdater:
             body = parse(params, UpdateBody)
             if body.update_info is None and body.weight_dir is None:
                 raise WeightUpdateError(400, "update_weights needs update_info (or weight_dir)")
+            if body.weight_dir is None and self._state == "ready":
+                raise WeightUpdateError(409, "update_weights in state ready: the update was already checked")
         except WeightUpdateError as error:
             # The trainer's broadcasts may be on their way.
             if self._session is not None and self._session.answer is None:
@@ -213,12 +187,9 @@ class WeightUpdater:
             info = Announcement(path=body.weight_dir)
         else:
             if self._session is None:
-                self._usable_link()
+                # What the trainer broadcasts now would be taken for the next update's values.
+                self._connection.usable().spend(f"update_weights came in state {self._state}")
             session = self._active("update_weights")
-            if self._state == "ready":
-                raise WeightUpdateError(
-                    409, "the update is prepared (state ready): finish_weight_update or abort_weight_update it"
-                )
             assert body.update_info is not None
             info = body.update_info
         self._state = "receiving"
@@ -231,7 +202,7 @@ class WeightUpdater:
     def _finish(self, params: dict[str, Any], answer: Answer) -> None:
         body = parse(params, FinishBody)
         if self._session is None:
-            self._usable_link()
+            self._connection.usable()
         session = self._active("finish_weight_update")
         if self._state == "open":
             raise WeightUpdateError(409, "the update is open and has received nothing: call update_weights first")
@@ -287,7 +258,7 @@ class WeightUpdater:
     def _shutdown(self, params: dict[str, Any], answer: Answer) -> None:
         if self._session is not None:
             self._abort(self._session, WeightUpdateError(503, "the weight transfer engine was shut down"))
-        self._drop_link()
+        self._connection.drop()
         self._state = "idle"
         answer.set_result({"message": "Weight transfer engine shut down"})
 
@@ -301,7 +272,7 @@ class WeightUpdater:
                 with self._on_device():
                     sums = self._store.checksums()
             except Exception as error:
-                answer.set_exception(_as_update_error(error))
+                answer.set_exception(as_update_error(error))
                 return
             baseline = body.baseline or {}
             differing = sorted(n for n in sums.keys() | baseline.keys() if sums.get(n) != baseline.get(n))
@@ -317,20 +288,6 @@ class WeightUpdater:
             raise WeightUpdateError(
                 409, f"an update is already {self._state}: finish_weight_update or abort_weight_update it first"
             )
-
-    def _usable_link(self) -> Link:
-        if self._link is None:
-            raise WeightUpdateError(400, "no weight transfer is configured: call init_weight_transfer_engine first")
-        if not self._link.joined:
-            raise WeightUpdateError(
-                409, "init_weight_transfer_engine is still joining the trainer: wait for its answer"
-            )
-        if self._link.spent is not None:
-            raise WeightUpdateError(
-                409, f"the last update left its group unusable ({self._link.spent}): "
-                "call init_weight_transfer_engine again with a fresh group",
-            )  # fmt: skip
-        return self._link
 
     def _active(self, method: str) -> Update:
         if self._session is None:
@@ -383,7 +340,7 @@ class WeightUpdater:
         except AbandonedError:
             session.busy = False
         except Exception as error:
-            failure = _as_update_error(error)
+            failure = as_update_error(error)
             with self._lock:
                 session.busy = False
                 if self._session is session:
@@ -422,11 +379,6 @@ class WeightUpdater:
         if session.single_call:
             session.link.stop()
 
-    def _drop_link(self) -> None:
-        if self._link is not None:
-            self._link.stop()
-            self._link = None
-
     def _record(self, session: Update, error: WeightUpdateError | None) -> None:
         self._last = {"last_error": None if error is None else error.message, **session.figures()}
         logger.log(
@@ -448,10 +400,3 @@ class WeightUpdater:
     @property
     def _validity(self) -> str:
         return "valid" if self._store.valid else "invalid"
-
-
-def _as_update_error(error: Exception) -> WeightUpdateError:
-    if isinstance(error, WeightUpdateError):
-        return error
-    logger.error("weight update failed", exc_info=error)
-    return WeightUpdateError(500, f"{type(error).__name__}: {error}")
