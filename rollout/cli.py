@@ -1,4 +1,5 @@
-"""The command line: `rollout serve | bench | demo`. The flags of `serve` are the fields of the two configurations.
+"""The command line: `rollout serve | bench | demo | verify | replay`. The flags of `serve` are
+the fields of the two configurations.
 
 Imported again by the engine process as it starts, so it imports nothing slow.
 """
@@ -16,7 +17,12 @@ import typer
 from rollout.config import EngineConfig, ServerConfig
 
 # Commands that live in modules of their own, imported only when the command line is used.
-COMMANDS = {"bench": "rollout.bench", "demo": "rollout.demo.cli"}
+COMMANDS = {
+    "bench": "rollout.bench",
+    "demo": "rollout.demo.cli",
+    "verify": "rollout.verify",
+    "replay": "rollout.replay_cli",
+}
 
 app = typer.Typer(
     name="rollout",
@@ -88,7 +94,11 @@ def main() -> None:
     """The entry point of the `rollout` script."""
     for name, module in COMMANDS.items():
         if importlib.util.find_spec(module):
-            app.command(name)(getattr(importlib.import_module(module), name))
+            command = getattr(importlib.import_module(module), name)
+            if isinstance(command, typer.Typer):
+                app.add_typer(command, name=name)
+            else:
+                app.command(name)(command)
     app()
 
 

@@ -52,6 +52,9 @@ class EngineConfig:
     )
     allow_partial_updates: bool = _flag(False, "Accept updates that name only a subset of the parameters.")
     weight_update_timeout_s: float = _flag(300.0, "Longest wait for any one step of a weight update, in seconds.")
+    keep_weight_snapshot: str | None = _flag(
+        None, "A folder for a copy of the last committed weights; an engine that must be restarted goes on from it."
+    )
     logprobs_mode: LogprobsMode = _flag("raw_logprobs", "Logprobs before any filter, or of the sampled distribution.")
     max_logprobs: int = _flag(20, "Largest `logprobs` a request may ask for.")
     attention_backend: AttentionBackendName = _flag("auto", "auto: torch on CPU; flash_attn, else triton, on CUDA.")
@@ -97,4 +100,5 @@ class ServerConfig:
     engine_stall_timeout_s: float = _flag(
         300.0, "An engine silent for this long, and then deaf to a probe for as long, is declared dead, in seconds."
     )
+    engine_restarts: int = _flag(3, "Most restarts of a dead engine within 10 minutes; beyond them it stays dead.")
     uvicorn_log_level: LogLevel = _flag("warning", "Log level of the HTTP server.")

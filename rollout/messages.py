@@ -80,6 +80,15 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     num_blocks: int
     block_size: int
     seconds: dict[str, float]
+    eos_token_ids: list[int] = []
+
+
+class EngineState(msgspec.Struct, tag=True, kw_only=True):
+    """What an engine that takes over must go on from; sent before the first message that was made in this state."""
+
+    epoch: int
+    version: str
+    paused: bool
 
 
 class EngineDied(msgspec.Struct, tag=True):
@@ -89,4 +98,4 @@ class EngineDied(msgspec.Struct, tag=True):
 
 
 ToEngine = AddRequest | AbortRequests | Call
-FromEngine = Outputs | Reply | EngineReady | EngineDied
+FromEngine = Outputs | Reply | EngineState | EngineReady | EngineDied

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from enum import StrEnum
 from typing import Literal
 
@@ -26,20 +27,26 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     rank: int
 
 
+def mask_ids(mask: bytes) -> array[int]:
+    """The token ids of a `TokenOutput.sampling_mask`. As Python ints a wide mask would take nine times the memory."""
+    return array("i", mask)
+
+
 class TokenOutput(msgspec.Struct, array_like=True):
     """One step of one choice of one request: at most one new token, and the truth about it.
 
     `token_id` is None where a choice ended without a new token (an abort). `logprobs` holds the sampled token first,
-    then the top k by rank, where asked for. `sampling_mask` is the support that the token was drawn from, ascending
-    ids, None where the step was unfiltered. `epoch` and `version` are those of the weights whose forward pass sampled
-    the token; `kv` is "mixed" where the keys and values it attended to were computed by more than one epoch.
+    then the top k by rank, where asked for. `sampling_mask` is the support that the token was drawn from: ascending
+    ids, int32 in the machine's byte order (`mask_ids` reads them), None where the step was unfiltered. `epoch` and
+    `version` are those of the weights whose forward pass sampled the token; `kv` is "mixed" where the keys and values
+    it attended to were computed by more than one epoch.
     """
 
     request_id: str
     index: int
     token_id: int | None = None
     logprobs: list[TokenLogprob] | None = None
-    sampling_mask: list[int] | None = None
+    sampling_mask: bytes | None = None
     epoch: int = 0
     version: str = ""
     kv: KVState = "current"

@@ -1,4 +1,4 @@
-"""Rollouts of an engine in the batch-invariant mode, and the logprobs that an exact trainer's model gives their tokens."""
+"""Rollouts of a batch-invariant engine, and the logprobs that an exact trainer's model gives their tokens."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.messages import AddRequest
+from rollout.outputs import mask_ids
 from rollout.sampling_params import SamplingParams
 from trainer_bridge import exact, replay
 
@@ -56,7 +57,7 @@ def trainers_model(path: Path, dtype: str = "float32") -> PreTrainedModel:
 
 def request(request_id: str, token_ids: list[int], **params: Any) -> AddRequest:
     """A request that asks for logprobs and masks, its seed named after it."""
-    params = {"logprobs": 0, "max_tokens": 12, "ignore_eos": True, "seed": sum(request_id.encode()), **params}
+    params = {"logprobs": 0, "max_tokens": 10, "ignore_eos": True, "seed": sum(request_id.encode()), **params}
     return AddRequest(
         request_id=request_id,
         prompt_token_ids=token_ids,
@@ -89,7 +90,8 @@ def take_step(engine: Engine, rollouts: Rollouts) -> None:
         assert output.kv == "current"
         rollout.token_ids.append(output.token_id)
         rollout.logprobs.append(output.logprobs[0].logprob)
-        rollout.masks.append(output.sampling_mask)
+        mask = output.sampling_mask
+        rollout.masks.append(None if mask is None else mask_ids(mask).tolist())
         rollout.epochs.append(output.epoch)
 
 

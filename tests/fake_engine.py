@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from array import array
 from typing import Any
 
 import msgspec
@@ -124,7 +125,7 @@ class FakeEngine:
         if position == 0 and params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *([TokenLogprob(i, -1.0, 7), TokenLogprob(3, -0.5, 1)] for i in prompt[1:])]
         if prompt[0] == MASKED and request.return_sampling_mask and position % 2:
-            output.sampling_mask = sorted({token, 5})
+            output.sampling_mask = array("i", sorted({token, 5})).tobytes()
         if prompt[0] == RELABEL:
             output.epoch, output.version = (0, "v7") if position < 2 else (1, "v8")
             output.kv = "current" if position < 3 else "mixed"

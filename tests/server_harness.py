@@ -17,7 +17,7 @@ import uvicorn
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.server.app import create_app
-from rollout.server.engine_client import EngineClient
+from rollout.server.engine_client import EngineClient, EngineTarget
 
 
 @dataclass
@@ -31,7 +31,7 @@ class RunningServer:
     @property
     def engine_pid(self) -> int:
         """The process to kill."""
-        pid = self.engine._process.pid
+        pid = self.engine.pid
         assert pid is not None
         return pid
 
@@ -51,17 +51,25 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 @contextlib.contextmanager
 def running_server(
-    config: ServerConfig | None = None, *, model: str | None = None, stall_timeout_s: float = 60.0
+    config: ServerConfig | None = None,
+    *,
+    model: str | None = None,
+    stall_timeout_s: float = 60.0,
+    target: EngineTarget = fake_engine.run_engine,
+    **engine_options: Any,
 ) -> Iterator[RunningServer]:
-    """Serve as `smol`, token-in/token-out and masks on, from an empty model folder, unless told otherwise."""
+    """Serve as `smol`, token-in/token-out and masks on, from an empty model folder, unless told otherwise.
+
+    The engine is the fake one; `target` may be the real one, `engine_options` are then its configuration.
+    """
     config = config or ServerConfig(served_model_name="smol", enable_scale_out=True, return_sampling_mask=True)
     started: list[RunningServer | BaseException] = []
     ready = threading.Event()
     http: list[uvicorn.Server] = []
 
     async def serve(model: str) -> None:
-        engine_config = EngineConfig(model=model)
-        engine = EngineClient(engine_config, target=fake_engine.run_engine, stall_timeout_s=stall_timeout_s)
+        engine_config = EngineConfig(model=model, **engine_options)
+        engine = EngineClient(engine_config, target=target, stall_timeout_s=stall_timeout_s)
         engine.start()
         try:
             await engine.wait_ready(30)

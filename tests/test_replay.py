@@ -10,8 +10,10 @@ import torch
 
 from rollout.engine.filters import SamplingRow
 from rollout.engine.sampler import Sampler
+from rollout.outputs import mask_ids
 from rollout.sampling_params import SamplingParams
 from trainer_bridge import replay
+from trainer_bridge.client import Span
 
 VOCAB, STEPS = 40, 12
 PROMPT = [3, 1, 4, 1, 5]
@@ -32,7 +34,7 @@ def sample(params: SamplingParams) -> tuple[torch.Tensor, list[int], list[float]
         sampled = engine.sample(step[None], [row])[0]
         tokens.append(sampled.token_id)
         values.append((sampled.logprobs or [])[0].logprob)
-        masks.append(sampled.sampling_mask)
+        masks.append(None if sampled.sampling_mask is None else mask_ids(sampled.sampling_mask).tolist())
     return logits, tokens, values, masks
 
 
@@ -166,3 +168,11 @@ def test_spans_that_do_not_tile_are_refused(spans: list[dict[str, Any]], length:
 def test_a_server_without_epochs_is_named_as_the_cause() -> None:
     with pytest.raises(ValueError, match="no 'epoch'"):
         replay.epochs_per_token([{"version": "v", "start": 0, "end": 1}], 1)
+
+
+def test_the_clients_spans_are_as_good_as_the_answers() -> None:
+    spans = [Span("a", 0, 2, 3), Span("b", 2, 3, 4)]
+    assert replay.versions_per_token(spans, 3) == ["a", "a", "b"]
+    assert replay.staleness(spans, 3, 5) == [2, 2, 1]
+    with pytest.raises(ValueError, match="no 'epoch'"):
+        replay.epochs_per_token([Span("a", 0, 2)], 2)  # of a server that doesn't report it

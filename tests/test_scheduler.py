@@ -125,6 +125,7 @@ class World:
         if not q.output_len:
             assert current
             self.check_prompt_logprobs(q.request)
+            q.request.prompt_logprobs_delivered = True
         q.token_ids.append((sum(q.token_ids) + q.index) % 3)
         if q.output_len >= q.request.max_tokens or len(q.token_ids) >= MAX_MODEL_LEN:
             self.scheduler.remove(q)

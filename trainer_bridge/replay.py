@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollout.engine.filters import SamplingRow, add_logit_bias, apply_penalties, divide_by_temperature, without_nan
 from rollout.sampling_params import SamplingParams
+from trainer_bridge.client import Span
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor | Sequence[int]) -> Tensor:
@@ -75,30 +76,32 @@ def importance_ratios(new_logprobs: Tensor, old_logprobs: Tensor, *, cap: float 
     return ratios if cap is None else ratios.clamp(max=cap)
 
 
-def versions_per_token(spans: Sequence[Mapping[str, Any]], length: int) -> list[str]:
-    """The label of the weights that sampled each of `length` output tokens, from a choice's `weight_versions`.
+def versions_per_token(spans: Sequence[Span | Mapping[str, Any]], length: int) -> list[str]:
+    """The label of the weights that sampled each of `length` output tokens, from a choice's `weight_versions` (or the
+    client's `Choice.spans`).
 
     Raises ValueError where the spans don't tile [0, length).
     """
     return _per_token(spans, length, "version")
 
 
-def epochs_per_token(spans: Sequence[Mapping[str, Any]], length: int) -> list[int]:
+def epochs_per_token(spans: Sequence[Span | Mapping[str, Any]], length: int) -> list[int]:
     """The weight epoch that sampled each of `length` output tokens. Raises as `versions_per_token` does."""
     return _per_token(spans, length, "epoch")
 
 
-def staleness(spans: Sequence[Mapping[str, Any]], length: int, current_epoch: int) -> list[int]:
+def staleness(spans: Sequence[Span | Mapping[str, Any]], length: int, current_epoch: int) -> list[int]:
     """How many commits each output token's weights are behind `current_epoch`. Raises as `versions_per_token` does."""
     return [current_epoch - epoch for epoch in epochs_per_token(spans, length)]
 
 
-def _per_token(spans: Sequence[Mapping[str, Any]], length: int, key: str) -> list[Any]:
+def _per_token(spans: Sequence[Span | Mapping[str, Any]], length: int, key: str) -> list[Any]:
     values: list[Any] = []
-    for span in spans:
+    for item in spans:
+        span = vars(item) if isinstance(item, Span) else item
         if span["start"] != len(values) or span["end"] <= span["start"]:
             raise ValueError(f"weight version spans must tile [0, {length}) in order: {dict(span)} after {len(values)}")
-        if key not in span:
+        if span.get(key) is None:
             raise ValueError(f"a span has no {key!r}, this server doesn't report it: {dict(span)}")
         values += [span[key]] * (span["end"] - span["start"])
     if len(values) != length:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable
 
@@ -15,11 +16,12 @@ from rollout.engine.request import Request, Sequence
 from rollout.engine.sampler import SampledToken, Sampler, SamplingRow
 from rollout.engine.scheduler import Scheduler, Step
 from rollout.engine.stopping import check_stop
-from rollout.messages import AbortRequests, AddRequest
+from rollout.messages import AbortRequests, AddRequest, EngineState
 from rollout.model.attention.base import RaggedBatch
 from rollout.model.runner import ModelRunner
 from rollout.outputs import FinishReason, TokenLogprob, TokenOutput
 from rollout.weights.session import WeightUpdater
+from rollout.weights.snapshot import SnapshotKeeper, resume
 from rollout.weights.store import WeightStore
 
 
@@ -27,13 +29,22 @@ class Engine:
     """One model on one device, with its scheduler, cache, sampler and weights.
 
     Not thread-safe: one thread calls it. `wake` is called, on any thread, when weights are ready while it may be idle.
+    `staleness` counts the tokens of choices that have ended by how many epochs their weights were behind then;
+    `commit_seconds` is how long the last commit kept a step from starting; `restarted` says, in an engine that took
+    over from one that died, what it goes on with.
     """
 
     def __init__(self, config: EngineConfig, wake: Callable[[], None] = lambda: None) -> None:
         self.config = config
         self.runner = ModelRunner(config)
+        self.staleness: Counter[int] = Counter()
+        self.commit_seconds: float | None = None
         self.store = WeightStore(
             self.runner.model, allow_partial=config.allow_partial_updates, weight_staging=config.weight_staging
+        )
+        self.restarted: str | None = None
+        self.snapshots = (
+            None if config.keep_weight_snapshot is None else SnapshotKeeper(self.store, config.keep_weight_snapshot)
         )
         self.weights = WeightUpdater(
             self.store,
@@ -45,6 +56,8 @@ class Engine:
                 "kv_policy": config.default_kv_policy,
                 "logprobs_mode": config.logprobs_mode,
                 "batch_invariant": config.batch_invariant,
+                "restarted": self.restarted,
+                "commit_seconds": self.commit_seconds,
             },
             paused=lambda: self.paused,
         )
@@ -80,6 +93,7 @@ class Engine:
             bad_words_token_ids=message.bad_words_token_ids,
             return_sampling_mask=message.return_sampling_mask,
         )
+        self.scheduler.counters["prompt_tokens"] += len(message.prompt_token_ids)
         self.scheduler.add([Sequence(request, index, list(message.prompt_token_ids)) for index in range(params.n)])
 
     def abort(self, message: AbortRequests) -> list[TokenOutput]:
@@ -89,7 +103,7 @@ class Engine:
         for sequence in list(self.scheduler):
             request = sequence.request
             if (ids is None or request.request_id in ids) and message.index in (None, sequence.index):
-                self.scheduler.remove(sequence)
+                self._end(sequence, FinishReason.ABORT)
                 outputs.append(TokenOutput(request.request_id, sequence.index, finish_reason=FinishReason.ABORT))
         return [] if message.silent else outputs
 
@@ -125,11 +139,22 @@ class Engine:
         sampled = self._sample(step, logits)
         return [self._advance(sequence, token) for sequence, token in sampled]
 
+    def restore(self, state: EngineState, reason: str) -> None:
+        """Go on, before the first request, from the state of an engine that died for this reason."""
+        outcome = resume(self.store, self.config.keep_weight_snapshot, state.epoch, state.version)
+        self.restarted = f"The engine was restarted ({reason}); {outcome}."
+        self.scheduler.epoch = self.store.epoch
+        self.paused = state.paused
+
     def commit_weights(self) -> None:
         """Between two steps: flip to received weights, if a session waits for it."""
+        began = time.perf_counter()
         commit = self.weights.commit_if_ready()
         if commit is not None:
             self.scheduler.commit(commit.epoch, commit.kv_policy or self.config.default_kv_policy)
+            if self.snapshots is not None:
+                self.snapshots.request()
+            self.commit_seconds = time.perf_counter() - began
 
     def _forward(self, step: Step) -> Tensor:
         """Compute the step's tokens; float logits of the rows that sample, or whose prompt logprobs are asked for."""
@@ -188,8 +213,8 @@ class Engine:
         """Append the token, end the sequence if it must, and say so."""
         request = sequence.request
         prompt_logprobs: list[list[TokenLogprob] | None] | None = None
-        if not sequence.output_len and sequence.index == 0 and request.params.prompt_logprobs is not None:
-            prompt_logprobs = list(request.prompt_logprobs)
+        if request.params.prompt_logprobs is not None and not request.prompt_logprobs_delivered:
+            prompt_logprobs, request.prompt_logprobs_delivered = list(request.prompt_logprobs), True
         output = TokenOutput(
             request.request_id,
             sequence.index,
@@ -203,9 +228,16 @@ class Engine:
             prompt_logprobs=prompt_logprobs,
         )
         sequence.token_ids.append(sampled.token_id)
+        sequence.tokens_of[self.store.epoch] += 1
         self.scheduler.counters["sampled_tokens"] += 1
         ended = check_stop(sequence, self._eos, self.runner.max_model_len)
         if ended:
             output.finish_reason, output.stop_reason = ended
-            self.scheduler.remove(sequence)
+            self._end(sequence, ended[0])
         return output
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        self.scheduler.remove(sequence)
+        self.scheduler.counters[f"finished_{reason}"] += 1
+        for epoch, count in sequence.tokens_of.items():
+            self.staleness[self.store.epoch - epoch] += count

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 import zmq
+from tqdm import tqdm
 
 from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
@@ -24,6 +25,7 @@ from rollout.messages import (
     CallError,
     EngineDied,
     EngineReady,
+    EngineState,
     Outputs,
     Reply,
     ToEngine,
@@ -42,6 +44,7 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the server says when to go
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s engine: %(message)s")
+    tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which SIGTERM would leave behind
     parent = os.getppid()
     _die_with_parent(parent)
     context = zmq.Context()
@@ -92,6 +95,7 @@ class EngineProcess:
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
         self.engine = Engine(config, self.wake)
+        self._told = self._state()  # the server takes it for granted of an engine that has just started
 
     def serve(self) -> None:
         """Serve for ever."""
@@ -107,6 +111,7 @@ class EngineProcess:
                 num_blocks=runner.num_blocks,
                 block_size=config.block_size,
                 seconds=runner.seconds,
+                eos_token_ids=runner.eos_token_ids,
             )
         )
         while True:
@@ -199,16 +204,33 @@ class EngineProcess:
     def _call_is_paused(self, call: Call) -> dict[str, Any]:
         return {"is_paused": self.engine.paused}
 
+    def _call_restore(self, call: Call) -> dict[str, Any]:
+        """Take the place of an engine that has died; its last EngineState says where to go on from."""
+        self.engine.restore(EngineState(**call.params["state"]), call.params["reason"])
+        return {"weights": "valid" if self.engine.store.valid else "invalid", "restarted": self.engine.restarted}
+
     def _call_stats(self, call: Call) -> dict[str, Any]:
-        return dict(self.engine.stats)
+        engine = self.engine
+        return {
+            **engine.stats,
+            "staleness": {str(behind): count for behind, count in engine.staleness.items()},
+            "weight_updates": engine.weights.totals,
+        }
 
     def _call_reset_prefix_cache(self, call: Call) -> dict[str, Any]:
         self.engine.scheduler.kv.reset_prefixes()
         return {"success": True}
+
+    def _state(self) -> EngineState:
+        store = self.engine.store
+        return EngineState(epoch=store.epoch, version=store.label, paused=self.engine.paused)
 
     def _emit(self, outputs: list[TokenOutput]) -> None:
         if outputs:
             self._send(Outputs(outputs))
 
     def _send(self, message: Outputs | Reply | EngineReady) -> None:
+        if (state := self._state()) != self._told:
+            self._told = state
+            self.outbox.send(_encode(state))
         self.outbox.send(_encode(message))

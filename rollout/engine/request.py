@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from rollout.outputs import KVState, TokenLogprob
@@ -23,6 +24,7 @@ class Request:
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     return_sampling_mask: bool = False
     prompt_logprobs: list[list[TokenLogprob] | None] = field(default_factory=lambda: [None])
+    prompt_logprobs_delivered: bool = False
 
     @property
     def needs_every_prompt_row(self) -> bool:
@@ -37,7 +39,8 @@ class Sequence:
 
     `kv_epoch` is the weight epoch that computed every one of these positions, None where it was more than one.
     `prefix_node` names the last of the `num_registered` full blocks found or entered in the prefix cache. `siblings`
-    are the request's other sequences, as long as they wait for this one to compute their common prompt.
+    are the request's other sequences, as long as they wait for this one to compute their common prompt. `tokens_of`
+    counts the tokens that each weight epoch sampled.
     """
 
     request: Request
@@ -49,6 +52,7 @@ class Sequence:
     prefix_node: int | tuple[int, str | None] | None = None
     num_registered: int = 0
     cached_tokens: int = 0
+    tokens_of: Counter[int] = field(default_factory=Counter)
     siblings: list[Sequence] = field(default_factory=list)
 
     @property

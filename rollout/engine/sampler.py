@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from rollout.outputs import TokenLogprob
 NO_LOGPROB = -9999.0  # what the protocol sends for -inf and NaN
 BLOCK = 256  # tokens in one block of the two-level draw; a power of two
 PROMPT_ROWS = 128  # rows of prompt logits that are worked on at once, which bounds the memory it takes
+MASK_ENTRIES = 1 << 22  # logits whose support is read at once, likewise
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class SampledToken:
 
     token_id: int
     logprobs: list[TokenLogprob] | None = None
-    sampling_mask: list[int] | None = None
+    sampling_mask: bytes | None = None
 
 
 class Sampler:
@@ -64,9 +65,6 @@ class Sampler:
         tensors = [tokens]
         for k, members in groups.items():
             tensors += _logprob_table(_take(source, members), _take(tokens, members), k)
-        if masked:
-            support = _take(filtered, masked) > -math.inf
-            tensors += [support.sum(-1), support.nonzero()[:, 1]]
 
         arrays = iter(_to_host(tensors))
         sampled = [SampledToken(int(token)) for token in next(arrays)]
@@ -74,10 +72,8 @@ class Sampler:
             ids = [sampled[r].token_id for r in members]
             for r, entries in zip(members, _entries(ids, *(next(arrays) for _ in range(4))), strict=True):
                 sampled[r].logprobs = entries
-        if masked:
-            ends = np.cumsum(next(arrays).astype(np.int64))[:-1]
-            for r, ids_ in zip(masked, np.split(next(arrays).astype(np.int64), ends), strict=True):
-                sampled[r].sampling_mask = ids_.tolist() or [sampled[r].token_id]
+        for r, mask in zip(masked, _masks(filtered, masked), strict=True):
+            sampled[r].sampling_mask = (mask if len(mask) else np.array([sampled[r].token_id], np.int32)).tobytes()
         return sampled
 
     @torch.inference_mode()
@@ -193,6 +189,15 @@ def _entries(
                 entries.append(TokenLogprob(int(token_id), value, place))
         result.append(entries)
     return result
+
+
+def _masks(filtered: Tensor, rows: list[int]) -> Iterator[np.ndarray]:
+    """The support of each of these rows of `filtered` (all rows, vocab): int32 ids, ascending."""
+    size = max(1, MASK_ENTRIES // filtered.shape[-1])
+    for start in range(0, len(rows), size):
+        support = _take(filtered, rows[start : start + size]) > -math.inf
+        ids = support.nonzero()[:, 1].int().cpu().numpy()
+        yield from np.split(ids, support.sum(-1).cumsum(0)[:-1].cpu().numpy())
 
 
 def _take(tensor: Tensor, rows: list[int]) -> Tensor:

@@ -111,9 +111,9 @@ class Scheduler:
         insort(self.waiting, sequence, key=self._order)
 
     def _give_up(self, sequence: Sequence) -> None:
-        """Free its blocks; prompt logprobs that choice 0 has not delivered yet are collected from the start again."""
+        """Free its blocks; prompt logprobs that are not delivered yet are collected from the start again."""
         self.kv.free(sequence)
-        if sequence.request.needs_every_prompt_row or not (sequence.index or sequence.output_len):
+        if not sequence.request.prompt_logprobs_delivered:
             del sequence.request.prompt_logprobs[1:]
 
     # -- one step
@@ -184,6 +184,7 @@ class Scheduler:
             sequence.prefix_node = matched[-1].node if matched else None
             if not sequence.output_len:
                 sequence.cached_tokens = hit
+            self.counters["prefix_query_tokens"] += len(sequence.token_ids)
             self.counters["prefix_hit_tokens"] += hit
             self._append(step, sequence, count, reserved=False)
             coming.add(self.kv.coming_edge(sequence, self.epoch))

@@ -10,6 +10,7 @@ from rollout.server.api import control, generate, weights
 from rollout.server.auth import PROBES, BearerAuth
 from rollout.server.engine_client import EngineClient
 from rollout.server.errors import install_error_handlers
+from rollout.server.limits import BodyLimit
 from rollout.server.state import Server
 from rollout.server.tokenizer import BackgroundTokenizer
 
@@ -24,5 +25,6 @@ def create_app(engine: EngineClient, engine_config: EngineConfig, config: Server
     app.include_router(generate.router if server.scale_out else generate.disabled_router)
     install_error_handlers(app)
     open_paths = PROBES | ({"/abort_requests"} if config.tokens_only else set())
+    app.add_middleware(BodyLimit)
     app.add_middleware(BearerAuth, keys=config.api_key, open_paths=open_paths)
     return app

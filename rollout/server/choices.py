@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from rollout.outputs import FinishReason, TokenLogprob, TokenOutput
+from array import array
+
+from rollout.outputs import FinishReason, TokenLogprob, TokenOutput, mask_ids
 from rollout.server.protocol import Choice, Logprobs, SampledLogprob, TopLogprob
 from rollout.weights.versions import SpanBuilder
 
@@ -37,13 +39,13 @@ class ChoiceBuilder:
     def _clear(self) -> None:
         self._token_ids: list[int] = []
         self._logprobs: list[SampledLogprob] = []
-        self._masks: list[list[int] | None] = []
+        self._masks: list[array[int] | None] = []
 
     def add(self, output: TokenOutput) -> None:
         """Take the choice's next output."""
         if output.token_id is not None:
             self._token_ids.append(output.token_id)
-            self._masks.append(output.sampling_mask)
+            self._masks.append(None if output.sampling_mask is None else mask_ids(output.sampling_mask))
             if self._with_logprobs and output.logprobs:
                 self._logprobs.append(_sampled_logprob(output.logprobs))
             self._spans.append(output)

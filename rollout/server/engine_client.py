@@ -1,4 +1,4 @@
-"""The server's end of the engine process: start it, send it messages, hand its outputs to whoever waits for them.
+"""The server's end of the engine: hand its outputs to whoever waits for them, and replace it where it dies.
 
 Imports neither torch nor the HTTP stack, so that the engine process starts before anything slow is imported.
 """
@@ -8,17 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import multiprocessing
-import shutil
-import signal
-import tempfile
-from collections.abc import Callable, Collection
+import logging
+from collections import deque
+from collections.abc import Collection, Coroutine
 from types import TracebackType
 from typing import Any
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from rollout.config import EngineConfig
 from rollout.messages import (
@@ -28,17 +25,20 @@ from rollout.messages import (
     CallError,
     EngineDied,
     EngineReady,
+    EngineState,
     FromEngine,
     Outputs,
     Reply,
     ToEngine,
 )
 from rollout.outputs import TokenOutput
+from rollout.server.engine_link import EngineLink, EngineTarget
 
-EngineTarget = Callable[[EngineConfig, str, str], None]
+logger = logging.getLogger(__name__)
 
-# Between an engine's exit and the report of it: time to read what it sent last, its reason above all.
-_LAST_WORDS_S = 0.3
+# An engine that dies more often than it may within this time is not restarted any more.
+RESTART_WINDOW_S = 600.0
+_CLOSE_S = 3.0
 
 
 class EngineError(Exception):
@@ -55,11 +55,6 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
     from rollout.engine.process import run_engine as run
 
     run(config, to_engine, from_engine)
-
-
-def _child(target: EngineTarget, config: EngineConfig, to_engine: str, from_engine: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends its engine itself
-    target(config, to_engine, from_engine)
 
 
 class RequestStream:
@@ -118,46 +113,54 @@ class RequestStream:
 
 
 class EngineClient:
-    """One engine process and the requests and calls in flight in it. Lives on one event loop.
+    """The engine process, its successors, and the requests and calls in flight in it. Lives on one event loop.
 
     `target` is what the process runs, a picklable function of (config, address to receive from, address to send to).
     An engine that is silent for `stall_timeout_s` and then leaves a probe unanswered for as long is declared dead.
+    Once it was ready, a dead engine is restarted, at most `restarts` times in RESTART_WINDOW_S: what was in flight
+    fails, and the successor goes on from the last EngineState. `error` is set while there is no engine to talk to,
+    `refusal` while there is none that can generate: also where a successor waits for the weights to be pushed again.
     """
 
     def __init__(
-        self, config: EngineConfig, *, target: EngineTarget = run_engine, stall_timeout_s: float = 300.0
+        self,
+        config: EngineConfig,
+        *,
+        target: EngineTarget = run_engine,
+        stall_timeout_s: float = 300.0,
+        start_timeout_s: float = 600.0,
+        restarts: int = 0,
     ) -> None:
         self._config = config
         self._target = target
         self._stall_timeout_s = stall_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._restarts = restarts
+        self._restarted: deque[float] = deque()
         self._streams: dict[str, RequestStream] = {}
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ids = itertools.count()
-        self._encoder = msgspec.msgpack.Encoder()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._state = EngineState(epoch=0, version="default", paused=False)
+        self._info: EngineReady | None = None
+        self._lost: EngineError | None = None
+        self._stopping = False
         self.error: EngineError | None = None
 
     def start(self) -> None:
         """Bind the sockets and spawn the process; returns at once. Needs a running event loop."""
         self._loop = asyncio.get_running_loop()
+        self._spawn()
+        self._go(self._watch(self._link))
+
+    def _spawn(self) -> None:
         self._ready: asyncio.Future[EngineReady] = self._loop.create_future()
-        self._last_heard = self._loop.time()
-        self._folder = tempfile.mkdtemp(prefix="rollout-")  # mode 0700: no one else may speak to the engine
-        addresses = [f"ipc://{self._folder}/{name}" for name in ("to_engine", "from_engine")]
-        self._context = zmq.asyncio.Context()
-        # Sending never waits (NOBLOCK, no high-water mark), so it is a plain call that keeps the order of its callers.
-        self._to_engine = zmq.Context(self._context).socket(zmq.PUSH)
-        self._from_engine = self._context.socket(zmq.PULL)
-        for socket, address in zip((self._to_engine, self._from_engine), addresses, strict=True):
-            socket.set_hwm(0)
-            socket.bind(address)
-        context = multiprocessing.get_context("spawn")
-        self._process = context.Process(
-            target=_child, args=(self._target, self._config, *addresses), name="rollout-engine", daemon=True
-        )
-        self._process.start()
-        self._loop.add_reader(self._process.sentinel, self._on_exit)
-        self._tasks = [self._loop.create_task(self._receive()), self._loop.create_task(self._watch())]
+        self._link = EngineLink(self._target, self._config, self._dispatch, self._die)
+
+    def _go(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def wait_ready(self, timeout_s: float) -> EngineReady:
         """The engine's facts once it serves. Raises EngineError where it dies first or takes longer than this."""
@@ -171,13 +174,26 @@ class EngineClient:
     @property
     def info(self) -> EngineReady:
         """The facts that the ready engine stated."""
-        return self._ready.result()
+        assert self._info is not None, "the engine has not been ready yet"
+        return self._info
+
+    @property
+    def pid(self) -> int | None:
+        """The process that runs, or ran last."""
+        return self._link.process.pid
+
+    @property
+    def refusal(self) -> EngineError | None:
+        """Why nothing can be generated now; None where it can."""
+        return self.error or self._lost
 
     def submit(self, request: AddRequest) -> RequestStream:
-        """Send a request; use the stream as a context manager. Raises EngineError where the engine is dead.
+        """Send a request; use the stream as a context manager. Raises EngineError where the engine can't serve it.
 
         Ids may repeat between clients: the engine gets a short unique one, `abort` knows the caller's.
         """
+        if self.refusal is not None:  # it may have come since the request was admitted
+            raise self.refusal
         engine_id = str(next(self._ids))
         stream = RequestStream(self, request, engine_id)
         self._send(msgspec.structs.replace(request, request_id=engine_id))
@@ -205,9 +221,14 @@ class EngineClient:
 
     async def call(self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:
         """The engine's answer to a control call. Raises EngineError: the engine's own, or a 503 after the timeout."""
+        if self.error is not None:
+            raise self.error
+        return await self._call(method, params or {}, timeout_s)
+
+    async def _call(self, method: str, params: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         call_id = next(self._ids)
         future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._send(Call(call_id, method, params or {}))
+        self._send(Call(call_id, method, params))
         self._calls[call_id] = future
         try:
             return await asyncio.wait_for(future, timeout_s)
@@ -216,43 +237,26 @@ class EngineClient:
         finally:
             self._calls.pop(call_id, None)
 
-    async def stop(self, timeout_s: float = 3.0) -> None:
+    async def stop(self, timeout_s: float = _CLOSE_S) -> None:
         """End the process (SIGTERM, then SIGKILL after the timeout) and whatever still waits for it."""
+        self._stopping = True
         self._die("the server is shutting down")
-        for task in self._tasks:
+        for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._process.join, timeout_s)
-        if self._process.is_alive():
-            self._process.kill()
-            await asyncio.to_thread(self._process.join, timeout_s)
-        self._to_engine.close(linger=0)
-        self._from_engine.close(linger=0)
-        self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        await self._link.close(timeout_s)
 
     def _send(self, message: ToEngine) -> None:
-        if self.error is not None:
+        if self._link.over:
+            assert self.error is not None
             raise self.error
         try:
-            data = self._encoder.encode(message)
+            self._link.send(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             # Only free-form JSON of a control call gets here: integers beyond 64 bits, lone surrogates, deep nesting.
             raise EngineError(f"The body can't be passed to the engine: {error}", status=400) from None
-        try:
-            self._to_engine.send(data, zmq.NOBLOCK)
         except zmq.Again:
             raise EngineError("The engine is not connected.") from None
-
-    async def _receive(self) -> None:
-        decoder = msgspec.msgpack.Decoder(FromEngine)
-        try:
-            while True:
-                data = await self._from_engine.recv()
-                self._last_heard = self._loop.time()
-                self._dispatch(decoder.decode(data))
-        except msgspec.MsgspecError as error:
-            self._die(f"the engine sent a message of the wrong form: {error}")
 
     def _dispatch(self, message: FromEngine) -> None:
         match message:
@@ -265,35 +269,42 @@ class EngineClient:
                 future = self._calls.get(call_id)
                 if future is not None and not future.done():
                     _resolve(future, result, error)
+            case EngineState():
+                if message.epoch > self._state.epoch:
+                    self._lost = None
+                self._state = message
             case EngineReady():
+                self._info = message
                 if not self._ready.done():
                     self._ready.set_result(message)
             case EngineDied(reason):
                 self._die(reason)
 
-    async def _watch(self) -> None:
+    async def _watch(self, link: EngineLink) -> None:
         """Probe an engine that has said nothing for a while: if it hangs, its requests would wait for ever."""
-        await asyncio.shield(self._ready)
-        while self.error is None:
-            quiet_until = self._last_heard + self._stall_timeout_s
+        with contextlib.suppress(EngineError):  # where it dies first, the link is over
+            await asyncio.shield(self._ready)
+        while not link.over:
+            quiet_until = link.last_heard + self._stall_timeout_s
             if quiet_until > self._loop.time():
                 await asyncio.sleep(quiet_until - self._loop.time())
                 continue
             try:
-                await self.call("is_paused", timeout_s=self._stall_timeout_s)
+                await self._call("is_paused", {}, self._stall_timeout_s)
             except EngineError as error:
-                self._die(f"it hangs: {error}")
-
-    def _on_exit(self) -> None:
-        self._loop.remove_reader(self._process.sentinel)
-        self._loop.call_later(_LAST_WORDS_S, lambda: self._die(f"it exited with code {self._process.exitcode}"))
+                if not link.over:
+                    self._die(f"it hangs: {error}")
 
     def _die(self, reason: str) -> None:
-        if self.error is not None:
+        """Fail everything that waits for the engine, and see to a successor."""
+        if self._link.over:
             return
-        self.error = EngineError(f"The engine is not running: {reason}.")
-        self._loop.remove_reader(self._process.sentinel)
-        self._process.terminate()
+        self._link.end()
+        again = self._may_restart()
+        outlook = (
+            f"is being restarted ({len(self._restarted)} of {self._restarts}), retry" if again else "is not running"
+        )
+        self.error = EngineError(f"The engine {outlook}: {reason}.")
         for stream in self._streams.values():
             stream.fail(self.error)
         waiting: list[asyncio.Future[Any]] = [*self._calls.values(), self._ready]
@@ -301,6 +312,39 @@ class EngineClient:
             if not future.done():
                 future.set_exception(self.error)
                 future.exception()  # retrieved: nobody may be waiting
+        if self._info is not None and not self._stopping:  # else whoever started or stops it says so
+            logger.warning("%s", self.error)
+        if again:
+            self._go(self._restart(self._link, reason))
+
+    def _may_restart(self) -> bool:
+        """Take one of the restarts left in the window. An engine that was never ready would fail again."""
+        now = self._loop.time()
+        while self._restarted and self._restarted[0] < now - RESTART_WINDOW_S:
+            self._restarted.popleft()
+        if self._stopping or self._info is None or len(self._restarted) >= self._restarts:
+            return False
+        self._restarted.append(now)
+        return True
+
+    async def _restart(self, dead: EngineLink, reason: str) -> None:
+        """Start a successor that goes on from what the dead engine was known to serve."""
+        await dead.close(_CLOSE_S)
+        state = self._state
+        self._spawn()
+        link = self._link
+        try:
+            await self.wait_ready(self._start_timeout_s)
+            known = {"state": msgspec.structs.asdict(state), "reason": reason}
+            restored = await self._call("restore", known, self._start_timeout_s)
+        except EngineError as error:
+            if not link.over:  # else its death has been seen to
+                self._die(f"its restart failed: {error}")
+            return
+        self._lost = None if restored["weights"] == "valid" else EngineError(restored["restarted"])
+        self.error = None
+        logger.warning("%s", restored["restarted"])
+        self._go(self._watch(link))
 
 
 def _resolve(future: asyncio.Future[dict[str, Any]], result: dict[str, Any], error: CallError | None) -> None:

@@ -7,14 +7,17 @@ import contextlib
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import uvloop
 
 from rollout.config import EngineConfig, ServerConfig
-from rollout.server.engine_client import EngineClient, EngineError, EngineTarget, run_engine
+from rollout.server.engine_client import EngineClient, EngineError, run_engine
+from rollout.server.engine_link import EngineTarget
 
 if TYPE_CHECKING:
     import uvicorn
@@ -32,7 +35,16 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, target: EngineTa
     except (OSError, OverflowError) as error:
         print(f"rollout: can't listen on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
-    with listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with listener, contextlib.ExitStack() as stack:
+        if engine_config.keep_weight_snapshot is not None:
+            try:
+                # A folder in it for this life only: the next server has its own epochs.
+                own = tempfile.TemporaryDirectory(prefix="rollout-", dir=engine_config.keep_weight_snapshot)
+            except OSError as error:
+                print(f"rollout: can't write to --keep-weight-snapshot: {error}", file=sys.stderr)
+                return 1
+            engine_config = replace(engine_config, keep_weight_snapshot=stack.enter_context(own))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         return runner.run(_serve(engine_config, config, listener, target, started))
 
 
@@ -54,7 +66,13 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
     stopping = asyncio.create_task(told_to_stop.wait())
-    engine = EngineClient(engine_config, target=target, stall_timeout_s=config.engine_stall_timeout_s)
+    engine = EngineClient(
+        engine_config,
+        target=target,
+        stall_timeout_s=config.engine_stall_timeout_s,
+        start_timeout_s=config.engine_start_timeout_s,
+        restarts=config.engine_restarts,
+    )
     engine.start()
     try:
         loading = asyncio.create_task(engine.wait_ready(config.engine_start_timeout_s))

@@ -5,6 +5,7 @@ Key sets and their order are those of a vLLM server; `epoch` and `kv` of a span 
 
 from __future__ import annotations
 
+from array import array
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -128,7 +129,7 @@ class Choice(msgspec.Struct):
     stop_reason: int | str | None
     token_ids: list[int]
     routed_experts: None
-    sampling_mask: list[list[int] | None] | None
+    sampling_mask: list[array[int] | None] | None
     weight_versions: list[WeightVersionSpan] | None
     logprobs: Logprobs | None
 

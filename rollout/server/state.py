@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Literal
 
 from fastapi import Depends, Request
@@ -12,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from rollout.config import EngineConfig, ServerConfig
 from rollout.server.engine_client import EngineClient
 from rollout.server.errors import ApiError
+from rollout.server.metrics import Metrics
 from rollout.server.tokenizer import BackgroundTokenizer
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -39,10 +41,15 @@ class Server:
         """The name clients use."""
         return self.config.served_model_name or self.engine_config.model
 
+    @cached_property
+    def metrics(self) -> Metrics:
+        """What /metrics says."""
+        return Metrics(self.model_name)
+
     def check_accepting(self) -> None:
-        """Raise a 503 where a new request can't be taken: in an abort or wait pause, and while stopping."""
-        if self.engine.error is not None:
-            raise self.engine.error
+        """Raise a 503 where a new request can't be taken: no engine or no weights, an abort or wait pause, stopping."""
+        if self.engine.refusal is not None:
+            raise self.engine.refusal
         reason = None
         if self.stopping:
             reason = "The server is shutting down."

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +31,25 @@ class BackgroundTokenizer:
 
     def __init__(self, model: str, *, enabled: bool) -> None:
         self._model = model
-        self._loading = asyncio.create_task(self._load()) if enabled else None
+        self._loaded: Future[Any] = Future()
+        if enabled:  # on a daemon thread, not on asyncio's pool: the end of the loop would wait for that
+            threading.Thread(target=self._load, name="tokenizer", daemon=True).start()
+        else:
+            self._loaded.set_result(None)
 
-    async def _load(self) -> Any:
+    def _load(self) -> None:
         try:
-            return await asyncio.to_thread(_load, self._model)
+            self._loaded.set_result(_load(self._model))
         except Exception as error:  # whatever transformers raises on such a folder: token ids need no tokenizer
             logger.warning("No tokenizer for %s, so only token ids are served: %s", self._model, error)
-            return None
+            self._loaded.set_result(None)
 
     async def get(self) -> Any:
         """The tokenizer once it is loaded. Raises TimeoutError after two minutes."""
-        if self._loading is None:
-            return None
-        return await asyncio.wait_for(asyncio.shield(self._loading), _LOAD_TIMEOUT_S)
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._loaded)), _LOAD_TIMEOUT_S)
 
 
-async def bad_words_token_ids(tokenizer: Any, bad_words: list[str]) -> list[list[int]]:
+def bad_words_token_ids(tokenizer: Any, bad_words: list[str]) -> list[list[int]]:
     """The token sequences a bad word may take: as it opens a text, and after a space where that is as long.
 
     Same rule as vLLM's `SamplingParams.update_from_tokenizer`. Raises ParameterError without a tokenizer.

@@ -60,6 +60,7 @@ class WeightUpdater:
     trainer's `init_info.timeout_s` says otherwise. An update makes progress while its last sign of life is younger than
     `progress_s`. `wake` is called, on any thread, when a commit waits for the engine; `info` adds weight_info fields;
     `paused` tells, on the engine's thread, whether it is paused (calls that may start an in-place update come on it).
+    `totals` counts the updates that were committed and aborted, with their bytes and seconds.
     """
 
     def __init__(
@@ -86,6 +87,9 @@ class WeightUpdater:
         self._ready: Update | None = None
         self._state: State = "idle"
         self._last: dict[str, Any] = {"last_error": None, "bytes": 0, "seconds": 0.0, "transport": None}
+        self.totals: dict[str, dict[str, float]] = {
+            result: {"updates": 0, "bytes": 0, "seconds": 0.0} for result in ("committed", "aborted")
+        }
         self._methods: dict[str, Callable[[dict[str, Any], Answer], None]] = {
             "init_weight_transfer_engine": self._init,
             "start_weight_update": self._start,
@@ -304,7 +308,7 @@ class WeightUpdater:
                 409, f"the changes are against epoch {body.base_epoch}, epoch {self._store.epoch} serves: push it whole"
             )
         if not self._store.valid and (body.partial or body.base_epoch is not None):
-            raise WeightUpdateError(409, "the weights are invalid after a failed update in place: push them whole")
+            raise WeightUpdateError(409, "the weights are invalid (weight_info says since when): push them whole")
         if (body.weight_staging or self._store.weight_staging) == "full":
             return None
         if not self._paused():
@@ -381,6 +385,10 @@ class WeightUpdater:
 
     def _record(self, session: Update, error: WeightUpdateError | None) -> None:
         self._last = {"last_error": None if error is None else error.message, **session.figures()}
+        totals = self.totals["committed" if error is None else "aborted"]
+        totals["updates"] += 1
+        for name in ("bytes", "seconds"):
+            totals[name] += self._last[name]
         logger.log(
             logging.INFO if error is None else logging.WARNING,
             "weight_update state=%s epoch=%d weight_version=%r transport=%s bytes=%d seconds=%.3f "

@@ -53,7 +53,7 @@ class WeightStore:
             heals = not self.valid
             if in_place:
                 if self._readers:
-                    raise WeightUpdateError(409, "weight_checker is reading the weights: start again once it answered")
+                    raise WeightUpdateError(409, "weight_checker or a snapshot reads the weights: start again soon")
                 self._spare, self.valid = None, False
                 return Staging(self, self.live(), in_place=True, verify=verify, heals=heals)
             buffers, self._spare = self._spare, None

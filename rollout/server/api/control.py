@@ -20,7 +20,7 @@ CONTROL_TIMEOUT_S = 60.0
 
 @router.get("/health")
 async def health(server: ServerDep) -> Response:
-    """200 and no body; 503 once the engine is dead."""
+    """200 and no body; 503 while there is no engine. One that lost its weights is healthy: trainers ask, then push."""
     if server.engine.error is not None:
         raise server.engine.error
     return Response()
@@ -37,6 +37,13 @@ async def ping(server: ServerDep) -> Response:
 async def version() -> dict[str, str]:
     """This package's version."""
     return {"version": __version__}
+
+
+@router.get("/metrics")
+async def metrics(server: ServerDep) -> Response:
+    """Prometheus series. Behind the key, like all but the probes."""
+    stats = await server.engine.call("stats", timeout_s=CONTROL_TIMEOUT_S)
+    return Response(server.metrics.render(stats), headers={"content-type": server.metrics.content_type})
 
 
 @router.get("/v1/models")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from array import array
 from collections.abc import AsyncGenerator
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from rollout.messages import AddRequest
+from rollout.messages import AddRequest, EngineReady
 from rollout.outputs import TokenLogprob, TokenOutput
 from rollout.sampling_params import SamplingParams
 from rollout.server.choices import ChoiceBuilder, sendable
@@ -37,7 +38,7 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is left to read it
 router = APIRouter(dependencies=[Depends(require_json)])
 disabled_router = APIRouter()
 
-_encode = msgspec.json.Encoder().encode
+_encode = msgspec.json.Encoder(enc_hook=array.tolist).encode  # sampling masks, one at a time
 
 
 @router.post("/inference/v1/generate")
@@ -87,7 +88,8 @@ async def prepare(server: Server, body: GenerateRequest, headers: Headers) -> Ad
     params = resolve_params(server, body.sampling_params, len(body.token_ids))
     bad_words = []
     if params.bad_words:
-        bad_words = await bad_words_token_ids(await server.tokenizer.get(), params.bad_words)
+        bad_words = await asyncio.to_thread(bad_words_token_ids, await server.tokenizer.get(), params.bad_words)
+    check_satisfiable(params, bad_words, server.engine.info)
     return AddRequest(
         request_id=f"generate-tokens-{headers.get('x-request-id') or body.request_id or uuid.uuid4().hex[:16]}",
         prompt_token_ids=body.token_ids,
@@ -157,6 +159,20 @@ def resolve_params(server: Server, params: SamplingParams, prompt_len: int) -> S
     return params
 
 
+def check_satisfiable(params: SamplingParams, bad_words: list[list[int]], info: EngineReady) -> None:
+    """Raise a 400 where the filters leave no token at all to begin with. (Longer bad words may still do so later.)"""
+    banned = {word[0] for word in bad_words if len(word) == 1}
+    if params.min_tokens:
+        banned.update(info.eos_token_ids, params.stop_token_ids)
+    allowed = range(info.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    if all(token in banned for token in allowed):
+        message = (
+            f"No token is left to sample: all {len(allowed)} allowed ones are banned, by bad_words or, until "
+            f"min_tokens={params.min_tokens} tokens exist, as EOS or stop_token_ids. Allow others, or ban fewer."
+        )
+        raise ApiError(400, message, param="bad_words" if params.allowed_token_ids is None else "allowed_token_ids")
+
+
 async def whole_answer(
     server: Server, body: GenerateRequest, add: AddRequest, stream: RequestStream
 ) -> GenerateResponse:
@@ -193,6 +209,7 @@ async def stream_events(server: Server, body: GenerateRequest, add: AddRequest) 
             async for outputs in stream:
                 for output in outputs:
                     builders[output.index].add(output)
+                prompt_logprobs = _prompt_logprobs(outputs)
                 for index in dict.fromkeys(output.index for output in outputs):
                     chunk = GenerateChunk(request_id=add.request_id, choices=[builders[index].take()])
                     if running_usage:
@@ -200,8 +217,8 @@ async def stream_events(server: Server, body: GenerateRequest, add: AddRequest) 
                     if first:
                         first = False
                         chunk.prompt_token_ids = body.token_ids if body.return_token_ids else UNSET
-                        prompt_logprobs = _prompt_logprobs(outputs)
-                        chunk.prompt_logprobs = await _readable(server, prompt_logprobs) if prompt_logprobs else UNSET
+                    if prompt_logprobs:
+                        chunk.prompt_logprobs, prompt_logprobs = await _readable(server, prompt_logprobs), None
                     yield _event(_encode(chunk))
         if with_usage:
             usage = _usage(body, builders)

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends
 
+from rollout.server.engine_client import EngineError
+from rollout.server.errors import ApiError
 from rollout.server.state import Server, ServerDep, require_json
 
 router = APIRouter(dependencies=[Depends(require_json)])
@@ -30,7 +32,11 @@ _WHOLE_UPDATE_S = 6 * 3600.0
 
 
 async def _call(server: Server, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
-    return await server.engine.call(method, params, timeout_s=_WHOLE_UPDATE_S)
+    try:
+        return await server.engine.call(method, params, timeout_s=_WHOLE_UPDATE_S)
+    except EngineError as error:
+        server.metrics.refused(method, error.status)
+        raise
 
 
 def _endpoint(method: str) -> Endpoint:
@@ -48,6 +54,16 @@ for _method, _description in _CALLS.items():
 async def update_weight_version(server: ServerDep, new_version: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
     """Relabel the weights that serve."""
     return await _call(server, "update_weight_version", {"new_version": new_version})
+
+
+@router.post("/init_broadcaster")
+async def init_broadcaster() -> None:
+    """prime-rl's NCCL mode, which is refused."""
+    message = (
+        "This broadcast carries pickles, which are never read from the network. Write the weights to a folder "
+        '(POST /update_weights {"weight_dir": …}), or use /init_weight_transfer_engine.'
+    )
+    raise ApiError(400, message)
 
 
 @router.get("/weight_info")

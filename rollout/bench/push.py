@@ -1,0 +1,169 @@
+"""`rollout bench push`: what the streams of a server see while weights are pushed into it.
+
+Streams and sender share this process, so that a gap includes what the sender takes of it; on one machine the server's
+own threads compete with both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM
+
+from rollout.config import KVPolicy
+from trainer_bridge.client import RolloutClient
+from trainer_bridge.sender import WeightSender
+
+POLICIES: tuple[KVPolicy, ...] = ("keep", "recompute")
+_LONGEST_WAIT_S = 120.0
+_AFTER = 4  # events of each stream after the push, so that the gap of the commit is over
+
+Arrivals = list[tuple[float, int]]
+"""(time in seconds, tokens) of each event of a stream."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Times in seconds, throughput in tokens/s of all streams. `bound`: 3 median gaps and a tenth of the push."""
+
+    kv_policy: KVPolicy
+    push_bytes: int
+    push_seconds: float
+    commit_seconds: float | None
+    median_gap: float
+    longest_gap: float
+    bound: float
+    within_bound: bool
+    throughput_before: float
+    throughput_during: float
+
+
+class Stream:
+    """A request that generates until it is aborted, read on a thread of its own."""
+
+    def __init__(self, client: RolloutClient, prompt: list[int]) -> None:
+        self.arrivals: Arrivals = []
+        self.request_id: str | None = None
+        self.error: Exception | None = None
+        self._events = client.stream(prompt, {"ignore_eos": True})
+        self.thread = threading.Thread(target=self._read, daemon=True)
+        self.thread.start()
+
+    def _read(self) -> None:
+        try:
+            for event in self._events:
+                self.request_id = event.request_id
+                self.arrivals.append((time.monotonic(), sum(len(choice.token_ids) for choice in event.choices)))
+        except Exception as error:
+            self.error = error
+
+    def wait_for(self, events: int) -> None:
+        """Return once so many more events have come. Raises RuntimeError where the stream ends or stalls first."""
+        wanted, deadline = len(self.arrivals) + events, time.monotonic() + _LONGEST_WAIT_S
+        while len(self.arrivals) < wanted:
+            if not self.thread.is_alive():
+                raise RuntimeError(f"a stream ended too early ({self.error}): serve with a larger --max-model-len")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"a stream got no token for {_LONGEST_WAIT_S:g} s")
+            time.sleep(0.002)
+
+
+def summarize(
+    streams: Sequence[Arrivals], opened: float, began: float, ended: float
+) -> tuple[float, float, float, float]:
+    """Median gap in [opened, began), longest gap that reaches into [began, …), and tokens/s of [opened, began) and
+    [began, ended)."""
+
+    def gaps(arrivals: Arrivals) -> list[tuple[float, float]]:
+        times = [when for when, _ in arrivals]
+        return list(itertools.pairwise(times))
+
+    def throughput(start: float, end: float) -> float:
+        return sum(count for arrivals in streams for when, count in arrivals if start <= when < end) / (end - start)
+
+    every = [gap for arrivals in streams for gap in gaps(arrivals)]
+    median = statistics.median(b - a for a, b in every if opened <= a and b < began)
+    longest = max(b - a for a, b in every if b >= began)
+    return median, longest, throughput(opened, began), throughput(began, ended)
+
+
+def measure(
+    client: RolloutClient, sender: WeightSender, policy: KVPolicy, prompts: list[list[int]], seconds: float
+) -> Result:
+    """Open the streams, let them run for `seconds`, push, let them run on a little, and end them."""
+    streams = [Stream(client, prompt) for prompt in prompts]
+    try:
+        for stream in streams:
+            stream.wait_for(3)
+        opened = time.monotonic()
+        time.sleep(seconds)
+        for stream in streams:
+            stream.wait_for(3)
+        began = time.monotonic()
+        pushed = sender.push("bench", kv_policy=policy)
+        ended = time.monotonic()
+        for stream in streams:
+            stream.wait_for(_AFTER)
+    finally:
+        client.abort([stream.request_id for stream in streams if stream.request_id])
+        for stream in streams:
+            stream.thread.join(_LONGEST_WAIT_S)
+    median, longest, before, during = summarize([stream.arrivals for stream in streams], opened, began, ended)
+    bound = 3 * median + (ended - began) / 10
+    commit_seconds = client.weight_info().get("commit_seconds")
+    return Result(
+        policy, pushed.bytes, ended - began, commit_seconds, median, longest, bound, longest <= bound, before, during
+    )
+
+
+def run(
+    url: str,
+    api_key: str | None,
+    model_path: Path,
+    *,
+    streams: int,
+    prompt_len: int,
+    seconds: float,
+    console: Console,
+) -> list[Result]:
+    """Measure under both policies; prints a table, then the same as JSON."""
+    with RolloutClient(url, api_key=api_key) as client:
+        dtype = getattr(torch, client.weight_info()["dtype"])
+        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+        draw = random.Random(0)
+        prompts = [draw.choices(range(model.config.vocab_size), k=prompt_len) for _ in range(streams)]
+        with WeightSender.connect(client, model) as sender:
+            sender.push("bench")  # the first one makes the server allocate its second set
+            results = [measure(client, sender, policy, prompts, seconds) for policy in POLICIES]
+    console.print(_table(results))
+    console.print_json(data=[dataclasses.asdict(result) for result in results])
+    return results
+
+
+def _table(results: list[Result]) -> Table:
+    table = Table("", *(result.kv_policy for result in results), title="A push into open streams")
+    rows: list[tuple[str, Any]] = [
+        ("pushed", lambda r: f"{r.push_bytes / 1e6:.1f} MB in {r.push_seconds:.2f} s"),
+        ("commit", lambda r: "?" if r.commit_seconds is None else f"{r.commit_seconds * 1e3:.2f} ms"),
+        ("median token gap", lambda r: f"{r.median_gap * 1e3:.1f} ms"),
+        ("longest gap", lambda r: f"{r.longest_gap * 1e3:.1f} ms"),
+        ("3 medians + push / 10", lambda r: f"{r.bound * 1e3:.1f} ms"),
+        ("within that", lambda r: "yes" if r.within_bound else "no"),
+        ("throughput before", lambda r: f"{r.throughput_before:.1f} tokens/s"),
+        ("throughput during", lambda r: f"{r.throughput_during:.1f} tokens/s"),
+    ]
+    for name, text in rows:
+        table.add_row(name, *(text(result) for result in results))
+    return table

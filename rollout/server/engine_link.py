@@ -1,0 +1,115 @@
+"""One engine process and the sockets to it. Imports nothing slow: the engine process is started first of all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from rollout.config import EngineConfig
+from rollout.messages import FromEngine, ToEngine
+
+EngineTarget = Callable[[EngineConfig, str, str], None]
+
+# Between an engine's exit and the report of it: time to read what it sent last, its reason above all.
+_LAST_WORDS_S = 0.3
+
+
+def _child(target: EngineTarget, config: EngineConfig, to_engine: str, from_engine: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends its engine itself
+    target(config, to_engine, from_engine)
+
+
+class EngineLink:
+    """Spawns the process at once; needs a running event loop. A successor gets a link, and sockets, of its own.
+
+    `heard` gets the engine's messages in order, `failed` the reason when the process exits or sends what can't be read.
+    After `end` neither is called any more.
+    """
+
+    def __init__(
+        self,
+        target: EngineTarget,
+        config: EngineConfig,
+        heard: Callable[[FromEngine], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._heard, self._failed = heard, failed
+        self._loop = asyncio.get_running_loop()
+        self.last_heard = self._loop.time()
+        self.over = False
+        self._encoder = msgspec.msgpack.Encoder()
+        self._folder = tempfile.mkdtemp(prefix="rollout-")  # mode 0700: no one else may speak to the engine
+        addresses = [f"ipc://{self._folder}/{name}" for name in ("to_engine", "from_engine")]
+        self._context = zmq.asyncio.Context()
+        # Sending never waits (NOBLOCK, no high-water mark), so it is a plain call that keeps the order of its callers.
+        self._to_engine = zmq.Context(self._context).socket(zmq.PUSH)
+        self._from_engine = self._context.socket(zmq.PULL)
+        for socket, address in zip((self._to_engine, self._from_engine), addresses, strict=True):
+            socket.set_hwm(0)
+            socket.bind(address)
+        context = multiprocessing.get_context("spawn")
+        self.process = context.Process(
+            target=_child, args=(target, config, *addresses), name="rollout-engine", daemon=True
+        )
+        self.process.start()
+        self._loop.add_reader(self.process.sentinel, self._on_exit)
+        self._receiving = self._loop.create_task(self._receive())
+        self._closing: asyncio.Task[None] | None = None
+
+    def send(self, message: ToEngine) -> None:
+        """Send, without waiting. Raises zmq.Again where nobody is connected, and what msgspec says of bad values."""
+        self._to_engine.send(self._encoder.encode(message), zmq.NOBLOCK)
+
+    def end(self) -> None:
+        """Ask the process to end, and take no more notice of it."""
+        if not self.over:
+            self.over = True
+            self._loop.remove_reader(self.process.sentinel)
+            self._receiving.cancel()
+            self.process.terminate()
+
+    async def close(self, timeout_s: float) -> None:
+        """End the process (SIGTERM, then SIGKILL after the timeout), wait for it, and free the sockets."""
+        self.end()
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close(timeout_s))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, timeout_s: float) -> None:
+        await asyncio.gather(self._receiving, return_exceptions=True)
+        await asyncio.to_thread(self.process.join, timeout_s)
+        if self.process.is_alive():
+            self.process.kill()
+            await asyncio.to_thread(self.process.join, timeout_s)
+        self._to_engine.close(linger=0)
+        self._from_engine.close(linger=0)
+        self._context.term()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _receive(self) -> None:
+        decoder = msgspec.msgpack.Decoder(FromEngine)
+        with contextlib.suppress(asyncio.CancelledError):
+            try:
+                while True:
+                    data = await self._from_engine.recv()
+                    self.last_heard = self._loop.time()
+                    self._heard(decoder.decode(data))
+            except msgspec.MsgspecError as error:
+                self._failed(f"the engine sent a message of the wrong form: {error}")
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self.process.sentinel)
+        self._loop.call_later(_LAST_WORDS_S, self._report_exit)
+
+    def _report_exit(self) -> None:
+        if not self.over:
+            self._failed(f"it exited with code {self.process.exitcode}")
