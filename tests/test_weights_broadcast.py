@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import pickle
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -241,6 +242,33 @@ def test_nobody_at_the_rendezvous_is_a_503_within_the_timeout(server):
     assert caught.value.status == 503
     with pytest.raises(WeightUpdateError, match="init_weight_transfer_engine first") as caught:
         server.call("start_weight_update")
+    assert caught.value.status == 400
+
+
+def test_a_rendezvous_that_never_speaks_is_a_503_and_the_next_trainer_is_served(server):
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts, and says nothing
+        info = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": listener.getsockname()[1]}
+        with pytest.raises(WeightUpdateError, match="no trainer's store answered") as caught:
+            server.call("init_weight_transfer_engine", init_info={**info, "timeout_s": 0.5})
+        assert caught.value.status == 503
+        PlainTrainer(server)
+        assert server.call("start_weight_update")["epoch"] == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("world_size", 2**40), ("rank_offset", 0), ("packed_buffer_size_bytes", -1), ("timeout_s", 1e308)],
+)
+def test_numbers_that_no_group_can_have_are_refused_by_name(server, field, value):
+    info = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": 1, field: value}
+    with pytest.raises(WeightUpdateError, match=field) as caught:
+        server.call("init_weight_transfer_engine", init_info=info)
+    assert caught.value.status == 400
+
+
+def test_a_label_of_a_megabyte_is_refused(server):
+    with pytest.raises(WeightUpdateError, match="new_version") as caught:
+        server.call("update_weight_version", new_version="x" * 2**20)
     assert caught.value.status == 400
 
 

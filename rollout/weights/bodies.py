@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -10,6 +10,8 @@ from rollout.config import KVPolicy, WeightStaging
 from rollout.weights.errors import WeightUpdateError
 
 T = TypeVar("T")
+Bytes = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+Label = Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class InitInfo(msgspec.Struct):
@@ -17,10 +19,10 @@ class InitInfo(msgspec.Struct):
 
     master_address: str | None = None
     master_port: int | None = None
-    rank_offset: int = 1
-    world_size: int = 2
+    rank_offset: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1
+    world_size: Annotated[int, msgspec.Meta(ge=2, lt=2**31)] = 2
     packed: bool = False
-    packed_buffer_size_bytes: int = 1 << 30
+    packed_buffer_size_bytes: Bytes = 1 << 30
     packed_num_buffers: int = 2
     backend: Literal["gloo", "nccl", "disk"] | None = None
     timeout_s: float | None = None
@@ -42,7 +44,7 @@ class Announcement(msgspec.Struct):
     dtype_names: list[str] = []
     shapes: list[list[int]] = []
     packed: bool | None = None
-    packed_buffer_size_bytes: int | None = None
+    packed_buffer_size_bytes: Bytes | None = None
     path: str | None = None
     counts: list[int] | None = None
 
@@ -83,7 +85,7 @@ class FinishBody(msgspec.Struct):
     was announced under; for an update started with `verify`.
     """
 
-    weight_version: str | None = None
+    weight_version: Label | None = None
     prepare: bool = False
     checksums: dict[str, str] | None = None
 
@@ -91,7 +93,7 @@ class FinishBody(msgspec.Struct):
 class VersionBody(msgspec.Struct):
     """/update_weight_version."""
 
-    new_version: str
+    new_version: Label
 
 
 class CheckerBody(msgspec.Struct):

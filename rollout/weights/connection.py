@@ -17,6 +17,8 @@ from rollout.weights.transport.broadcast import BroadcastTransport
 from rollout.weights.transport.disk import DiskTransport
 from rollout.weights.update import Answer
 
+LONGEST_TIMEOUT_S = 1e6
+
 
 class Connection:
     """The current link, if any. `lock` is the updater's, held by its calls and taken by the joining thread.
@@ -39,8 +41,12 @@ class Connection:
     def transport_for(self, info: InitInfo) -> tuple[Transport, float]:
         """The transport that a trainer asks for, and its timeout in seconds. Raises WeightUpdateError 400."""
         timeout_s = self._timeout_s if info.timeout_s is None else info.timeout_s
-        if not (math.isfinite(timeout_s) and timeout_s > 0):
-            raise WeightUpdateError(400, f"init_info.timeout_s must be a positive number of seconds, got {timeout_s}")
+        if not (math.isfinite(timeout_s) and 0 < timeout_s <= LONGEST_TIMEOUT_S):
+            raise WeightUpdateError(
+                400,
+                "init_info.timeout_s must be a positive number of seconds, "
+                f"at most {LONGEST_TIMEOUT_S:g}, got {timeout_s}",
+            )
         if info.backend == "disk":
             return DiskTransport(), timeout_s
         return BroadcastTransport(info, timeout_s, self._device), timeout_s
@@ -50,6 +56,25 @@ class Connection:
         self.drop()
         link = self._link = Link(transport, timeout_s, self._expire)
         link.submit(lambda: self._join(link, answer))
+        # The store's handshake and the group's each keep to the timeout, unless whoever listens there never speaks.
+        deadline = threading.Timer(2 * timeout_s + 1, self._give_up, (link, answer, timeout_s))
+        deadline.daemon = True
+        deadline.start()
+        answer.add_done_callback(lambda _: deadline.cancel())
+
+    def _give_up(self, link: Link, answer: Answer, timeout_s: float) -> None:
+        with self._lock:
+            if answer.done():
+                return
+            if self._link is link:
+                self.drop()
+            answer.set_exception(
+                WeightUpdateError(
+                    503,
+                    f"no trainer's store answered within 2 · {timeout_s:g} s at the address in init_info: "
+                    "is it the trainer's, and is the port its own?",
+                )
+            )
 
     def _join(self, link: Link, answer: Answer) -> None:
         try:
@@ -60,15 +85,17 @@ class Connection:
             with self._lock:
                 if self._link is link:
                     self.drop()
-            answer.set_exception(failure)
+                if not answer.done():
+                    answer.set_exception(failure)
             return
         with self._lock:
-            current = self._link is link
             link.joined = True
-        if current:
-            answer.set_result({"message": f"Weight transfer initialized ({link.transport.name})"})
-        else:
-            answer.set_exception(WeightUpdateError(409, "the transfer was shut down or taken over while joining"))
+            if answer.done():
+                return
+            if self._link is link:
+                answer.set_result({"message": f"Weight transfer initialized ({link.transport.name})"})
+            else:
+                answer.set_exception(WeightUpdateError(409, "the transfer was shut down or taken over while joining"))
 
     def usable(self) -> Link:
         """The link, where an update can be received over it. Raises WeightUpdateError otherwise."""
