@@ -89,10 +89,11 @@ def test_resume_is_refused_while_the_weights_are_invalid(folders):
 
         def answer(method, **params):
             process._handle(Call(next(numbers), method, params))
-            while not far.poll(0):
+            while True:
                 while not process._answers.empty():
                     process._send(process._answers.get())
-            return msgspec.msgpack.decode(far.recv(), type=FromEngine)
+                if far.poll(0) and isinstance(reply := msgspec.msgpack.decode(far.recv(), type=FromEngine), Reply):
+                    return reply
 
         answer("init_weight_transfer_engine", init_info={"backend": "disk"})
         assert answer("pause", mode="keep").result == {"status": "paused"}

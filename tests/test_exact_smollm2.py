@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from exact_lab import Rollout, Rollouts, differing, exact_engine, request, take_step, threads, trainers_model
+from exact_lab import DTYPES, Rollout, Rollouts, differing, exact_engine, request, take_step, threads, trainers_model
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
@@ -55,7 +55,7 @@ def plan(scale: float) -> list[tuple[int, list[AddRequest]]]:
     first = tokens(140)
     return [
         (0, [alone]),
-        (first, [*wave("a", 16, 4, tokens(80)), *lengthy]),
+        (first, [*wave("a", 16, 4, tokens(100)), *lengthy]),
         (first + tokens(120), [*wave("b", 8, 4, tokens(80)), filtered]),
     ]
 
@@ -124,28 +124,26 @@ def rescore(model: PreTrainedModel, rollouts: Sequence[Rollout], epoch: int) -> 
 @pytest.mark.smollm2
 @pytest.mark.long
 @pytest.mark.timeout(14_400)
-@pytest.mark.parametrize(("dtype", "scale", "least"), [("float32", 1.0, 10_000), ("bfloat16", 1.0, 10_000)])
-def test_ten_thousand_tokens_without_a_differing_bit(
-    smollm2: Path, tmp_path: Path, dtype: str, scale: float, least: int
-) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ten_thousand_tokens_without_a_differing_bit(smollm2: Path, tmp_path: Path, dtype: str) -> None:
     pushed = trainers_model(smollm2, dtype)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in pushed.parameters():
             parameter.add_(parameter.std() * 0.02 * torch.randn(parameter.shape, generator=generator))
     pushed.save_pretrained(tmp_path / "pushed")
-    arrivals = plan(scale)
+    arrivals = plan(1.0)
     with threads(1):
         engine = exact_engine(smollm2, dtype, **CONFIG)
         rollouts = run(engine, arrivals, arrivals[-1][0] + 5, tmp_path / "pushed")
     stats = engine.stats
-    assert min(stats[name] for name in ("preemptions", "partial_chunks", "prefix_hit_tokens", "forked_sequences")) > 0
-    assert stats["recomputed_sequences"] > 32
+    happened = ("preemptions", "partial_chunks", "prefix_hit_tokens", "forked_sequences", "recomputed_sequences")
+    assert min(stats[name] for name in happened) > 0
     assert max(len(r.sequence) for r in rollouts.values()) == 2000
     with threads(2):
         old = rescore(trainers_model(smollm2, dtype), list(rollouts.values()), 0)
         new = rescore(pushed, list(rollouts.values()), 1)
     print(f"{dtype}: differing and sampled tokens before the push {old}, after it {new}; {dict(stats)}")
     assert (old[0], new[0]) == (0, 0)
-    assert min(old[1], new[1]) > least // 10
-    assert old[1] + new[1] == stats["sampled_tokens"] >= least
+    assert min(old[1], new[1]) > 1000
+    assert old[1] + new[1] == stats["sampled_tokens"] >= 10_000

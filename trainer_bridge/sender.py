@@ -29,6 +29,7 @@ from trainer_bridge.group import Backend, TrainerGroup, buffers, packed_groups
 from trainer_bridge.sources import ModuleSource, StateDictSource, TensorInfo, WeightSource
 
 T = TypeVar("T")
+LEAVE_S = 3.0
 logger = logging.getLogger(__name__)
 
 # Large enough that the cost of a broadcast vanishes, small enough that neither side misses the memory.
@@ -381,5 +382,8 @@ class WeightSender:
             self._baseline.epochs = None
         group, self._group = self._group, None
         if group is not None:
-            # A group's destructor waits for what is in flight.
-            threading.Thread(target=group.leave, name="leave-weight-group", daemon=True).start()
+            # A group's destructor waits for what is in flight, which may take the timeout. Give it the moment that it
+            # takes otherwise: a process that exits within the destructor aborts.
+            leaving = threading.Thread(target=group.leave, name="leave-weight-group", daemon=True)
+            leaving.start()
+            leaving.join(LEAVE_S)
