@@ -63,7 +63,7 @@ def resolve_dtype(config: EngineConfig, model_config: PretrainedConfig, device: 
 
 
 def load_model(config: EngineConfig) -> PreTrainedModel:
-    """The model in evaluation mode, on its device, its attention replaced by ours; no gradients.
+    """The model in evaluation mode, on its device, without gradients; `plug_in_attention` replaces its attention.
 
     Raises ValueError where the path holds no model, and what transformers raises for a model that it doesn't know.
     """
