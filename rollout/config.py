@@ -16,11 +16,11 @@ KVPolicy = Literal["keep", "recompute"]
 WeightStaging = Literal["full", "in_place"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
-AttentionBackendName = Literal["auto", "torch", "flash_attn", "triton"]
+AttentionBackendName = Literal["auto", "native", "torch", "flash_attn", "triton"]
 
 
-def _flag(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _flag(default: Any, help: str, *, secret: bool = False) -> Any:
+    return field(default=default, repr=not secret, metadata={"help": help})
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,10 @@ class EngineConfig:
     )
     logprobs_mode: LogprobsMode = _flag("raw_logprobs", "Logprobs before any filter, or of the sampled distribution.")
     max_logprobs: int = _flag(20, "Largest `logprobs` a request may ask for.")
-    attention_backend: AttentionBackendName = _flag("auto", "auto: torch on CPU; flash_attn, else triton, on CUDA.")
+    enable_return_routed_experts: bool = _flag(False, "Answers of a mixture-of-experts model carry routed_experts.")
+    attention_backend: AttentionBackendName = _flag(
+        "auto", "auto: native (compiled once), else torch, on CPU; flash_attn, else triton, on CUDA."
+    )
     enforce_eager: bool = _flag(False, "Never capture CUDA graphs.")
     num_threads: int | None = _flag(None, "Threads for CPU arithmetic. Default: torch's.")
 
@@ -87,18 +90,43 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """What the server process needs beside the engine's configuration."""
+    """What the server process needs beside the engine's configuration. Raises ValueError, naming the field."""
 
     host: str = _flag("127.0.0.1", "Address to listen on.")
     port: int = _flag(8000, "Port to listen on; 0 picks a free one and prints it.")
     served_model_name: str | None = _flag(None, "Name clients use. Default: the model's path.")
     enable_scale_out: bool = _flag(False, "Register /inference/v1/generate and its companions.")
     tokens_only: bool = _flag(False, "Token-in/token-out only: no tokenizer is loaded; implies --enable-scale-out.")
+    skip_tokenizer_init: bool = _flag(False, "Load no tokenizer: text and stop strings are refused.")
     return_sampling_mask: bool = _flag(False, "Answers carry the support of each sampled distribution.")
-    api_key: tuple[str, ...] = _flag((), "Bearer keys that guard all but /health; may be repeated.")
+    return_tokens_as_token_ids: bool = _flag(False, "Text logprobs say `token_id:N` in place of a token's text.")
+    trust_request_chat_template: bool = _flag(False, "Accept the `chat_template` of a request.")
+    api_key: tuple[str, ...] = _flag(
+        (),
+        "A key that guards all but /health and /ping; may be repeated. Default: ROLLOUT_API_KEY and VLLM_API_KEY.",
+        secret=True,
+    )
+    max_queued_requests: int | None = _flag(
+        None, "Most choices in flight beyond --max-num-seqs; a request for more gets a 503. Default: any number."
+    )
+    max_body_bytes: int = _flag(64 << 20, "Largest body of a request, in bytes; a larger one gets a 413.")
+    receive_timeout_s: float = _flag(30.0, "A request whose next bytes take longer to come is dropped, in seconds.")
+    shutdown_timeout: float = _flag(0.0, "Seconds that SIGTERM lets running requests finish; then they are aborted.")
     engine_start_timeout_s: float = _flag(600.0, "Longest wait for the engine to load the model, in seconds.")
     engine_stall_timeout_s: float = _flag(
         300.0, "An engine silent for this long, and then deaf to a probe for as long, is declared dead, in seconds."
     )
     engine_restarts: int = _flag(3, "Most restarts of a dead engine within 10 minutes; beyond them it stays dead.")
     uvicorn_log_level: LogLevel = _flag("warning", "Log level of the HTTP server.")
+
+    def __post_init__(self) -> None:
+        if not all(self.api_key):
+            raise ValueError("api_key must not be empty: it would guard nothing")
+        if self.max_queued_requests is not None and self.max_queued_requests < 0:
+            raise ValueError(f"max_queued_requests must be at least 0 or unset, got {self.max_queued_requests}")
+        if self.max_body_bytes < 1:
+            raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
+        if not self.receive_timeout_s > 0:
+            raise ValueError(f"receive_timeout_s must be positive, got {self.receive_timeout_s}")
+        if not self.shutdown_timeout >= 0:
+            raise ValueError(f"shutdown_timeout must be at least 0, got {self.shutdown_timeout}")

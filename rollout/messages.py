@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.outputs import TokenOutput
+from rollout.outputs import RoutingShape, TokenOutput
 from rollout.sampling_params import SamplingParams
 
 
@@ -29,8 +29,8 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True):
 class AbortRequests(msgspec.Struct, tag=True):
     """End these requests with finish_reason "abort"; all of them where `request_ids` is None. Unknown ids are ignored.
 
-    `indices`, where given, ends only those choices of the (single) request: the server's stop strings use it, and
-    no output follows for an aborted choice when `silent`.
+    `index`, where given, ends only that choice of them: its text has completed a stop string. No output follows for
+    what is aborted when `silent`.
     """
 
     request_ids: list[str] | None
@@ -69,7 +69,10 @@ class Outputs(msgspec.Struct, tag=True):
 
 
 class EngineReady(msgspec.Struct, tag=True, kw_only=True):
-    """The engine serves: the facts about the model that the server needs to validate requests."""
+    """The engine serves: the facts about the model that the server needs to validate requests.
+
+    `routing` is set where outputs carry routed experts.
+    """
 
     vocab_size: int
     max_model_len: int
@@ -81,6 +84,7 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     block_size: int
     seconds: dict[str, float]
     eos_token_ids: list[int] = []
+    routing: RoutingShape | None = None
 
 
 class EngineState(msgspec.Struct, tag=True, kw_only=True):

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from array import array
 from enum import StrEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+# A type at run time too: msgspec looks it up in the fields of answers, and Python 3.11 can't subscript it.
+if TYPE_CHECKING:
+    IdArray = array[int]
+else:
+    IdArray = array
 
 KVState = Literal["current", "mixed"]
 
@@ -27,9 +33,17 @@ class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
     rank: int
 
 
-def mask_ids(mask: bytes) -> array[int]:
+def mask_ids(mask: bytes) -> IdArray:
     """The token ids of a `TokenOutput.sampling_mask`. As Python ints a wide mask would take nine times the memory."""
     return array("i", mask)
+
+
+class RoutingShape(msgspec.Struct, frozen=True):
+    """How a row of `TokenOutput.routed_experts` is laid out: (num_layers, num_experts_per_tok) of the NumPy `dtype`."""
+
+    num_layers: int
+    num_experts_per_tok: int
+    dtype: str
 
 
 class TokenOutput(msgspec.Struct, array_like=True):
@@ -39,7 +53,9 @@ class TokenOutput(msgspec.Struct, array_like=True):
     then the top k by rank, where asked for. `sampling_mask` is the support that the token was drawn from: ascending
     ids, int32 in the machine's byte order (`mask_ids` reads them), None where the step was unfiltered. `epoch` and
     `version` are those of the weights whose forward pass sampled the token; `kv` is "mixed" where the keys and values
-    it attended to were computed by more than one epoch.
+    it attended to were computed by more than one epoch. `routed_experts` are the rows (`EngineReady.routing` has their
+    layout) of the tokens that were computed for this one and that no output before it brought: of the whole prompt
+    with the first token, then one row a token. After n tokens that makes prompt + n - 1 rows.
     """
 
     request_id: str
@@ -54,6 +70,7 @@ class TokenOutput(msgspec.Struct, array_like=True):
     stop_reason: int | str | None = None
     cached_tokens: int = 0
     prompt_logprobs: list[list[TokenLogprob] | None] | None = None
+    routed_experts: bytes | None = None
 
 
 class WeightVersionSpan(msgspec.Struct, frozen=True):

@@ -6,6 +6,9 @@ import math
 from dataclasses import dataclass, field
 
 MAX_SEED = 2**63 - 1
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_STOPS = 64  # each is looked for in the text of every token
+MAX_STOP_LENGTH = 4096
 
 
 class ParameterError(ValueError):
@@ -21,7 +24,8 @@ class SamplingParams:
     """How to sample the tokens of one request.
 
     The server validates the types (from this very class), the engine receives it as msgpack. `validate` checks the
-    values. Ids are token ids of the model's vocabulary; `logit_bias` maps them to an addend of the logit.
+    values. Ids are token ids of the model's vocabulary; `logit_bias` maps them to an addend of the logit. Where
+    `logprob_token_ids` are given, their logprobs are reported in place of the top `logprobs`, which is their number.
     """
 
     n: int = 1
@@ -42,11 +46,16 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.logprob_token_ids and self.logprobs is None:
+            self.logprobs = len(self.logprob_token_ids)
 
     @property
     def greedy(self) -> bool:
@@ -62,14 +71,24 @@ class SamplingParams:
         self._validate_ranges()
         self._validate_counts(vocab_size, max_logprobs, max_num_seqs)
         self._validate_ids(vocab_size)
+        self._validate_stop()
+        if any(not w for w in self.bad_words):
+            raise ParameterError("bad_words cannot contain an empty string.", "bad_words")
+
+    def _validate_stop(self) -> None:
         if any(not s for s in self.stop):
             raise ParameterError("stop cannot contain an empty string.")
         if self.stop and not self.detokenize:
             raise ParameterError(
                 "stop strings are only supported when detokenize is True. Set detokenize=True to use stop."
             )
-        if any(not w for w in self.bad_words):
-            raise ParameterError("bad_words cannot contain an empty string.", "bad_words")
+        if len(self.stop) > MAX_STOPS:
+            raise ParameterError(f"stop must hold at most {MAX_STOPS} strings, got {len(self.stop)}.", "stop")
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_LENGTH:
+            raise ParameterError(
+                f"stop must hold strings of at most {MAX_STOP_LENGTH} characters, got one of {longest}.", "stop"
+            )
 
     def _validate_ranges(self) -> None:
         def check(name: str, ok: bool, expected: str) -> None:
@@ -113,6 +132,8 @@ class SamplingParams:
                     f"{name} must be at least -1, got {value}. (parameter={name}, value={value})", name
                 )
             wanted = vocab_size if value == -1 else value or 0
+            if name == "logprobs" and self.logprob_token_ids:
+                continue  # they have a limit of their own
             if wanted > max_logprobs != -1:
                 raise ParameterError(
                     f"Requested {what} logprobs of {wanted}, which is greater than max allowed: {max_logprobs} "
@@ -127,6 +148,9 @@ class SamplingParams:
                 raise ParameterError(f"{name} holds ids outside the vocabulary of {vocab_size}: {wrong[:5]}", name)
 
         check("stop_token_ids", self.stop_token_ids)
+        if self.logprob_token_ids is not None:
+            check("logprob_token_ids", self.logprob_token_ids)
+            self._validate_logprob_token_ids(len(self.logprob_token_ids))
         if self.logit_bias is not None:
             check("logit_bias", list(self.logit_bias))
             wrong = [v for v in self.logit_bias.values() if not math.isfinite(v)]
@@ -136,3 +160,19 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise ParameterError("allowed_token_ids is not None and empty!", "allowed_token_ids")
             check("allowed_token_ids", self.allowed_token_ids)
+
+    def _validate_logprob_token_ids(self, count: int) -> None:
+        """Sources: vLLM's `SamplingParams._validate_logprobs` (the limit, the rule and the wording)."""
+        name = "logprob_token_ids"
+        if count > MAX_LOGPROB_TOKEN_IDS:
+            raise ParameterError(
+                f"Requested {name} of length {count}, which is greater than max allowed: {MAX_LOGPROB_TOKEN_IDS} "
+                f"(parameter={name}, value={count})",
+                name,
+            )
+        if self.logprobs is not None and self.logprobs != count:
+            raise ParameterError(
+                f"When both logprobs and {name} are set, logprobs must equal len({name}). Got "
+                f"logprobs={self.logprobs}, len({name})={count}. (parameter={name}, value={count})",
+                name,
+            )

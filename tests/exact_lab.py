@@ -44,8 +44,8 @@ Rollouts = dict[tuple[str, int], Rollout]
 
 
 def exact_engine(path: Path, dtype: str = "float32", **config: Any) -> Engine:
-    """An engine on the CPU whose logprobs are those of the sampled distribution; 512 tokens of cache by default."""
-    defaults = {"num_gpu_blocks_override": 128, "block_size": 4, "max_model_len": 256, "max_num_seqs": 16, "seed": 0}
+    """An engine on the CPU whose logprobs are those of the sampled distribution; 768 tokens of cache by default."""
+    defaults = {"num_gpu_blocks_override": 48, "max_model_len": 256, "max_num_seqs": 16, "seed": 0}
     modes = {"batch_invariant": True, "logprobs_mode": "processed_logprobs", "device": "cpu"}
     return Engine(EngineConfig(model=str(path), dtype=dtype, **{**defaults, **modes, **config}))  # type: ignore[arg-type]
 

@@ -50,7 +50,7 @@ class FakeEngine:
         self.running: dict[str, tuple[AddRequest, list[int]]] = {}
         self.version = "default"
         self.paused: str | None = None
-        self.seen: dict[str, Any] = {"added": [], "aborted": [], "silent": 0}
+        self.seen: dict[str, Any] = {"added": [], "aborted": [], "silent": 0, "stopped": []}
         self.calls: list[dict[str, Any]] = []
 
     def add(self, request: AddRequest) -> None:
@@ -60,9 +60,14 @@ class FakeEngine:
     def abort(self, message: AbortRequests) -> list[TokenOutput]:
         outputs = []
         for request_id in list(self.running) if message.request_ids is None else message.request_ids:
-            request, counts = self.running.pop(request_id, (None, []))
+            request, counts = self.running.get(request_id, (None, []))
             if request is None:
                 continue
+            if message.index is not None:
+                self.seen["stopped"].append(message.index)
+                counts[message.index] = -1
+                continue
+            del self.running[request_id]
             self.seen["aborted"].append(request_id)
             self.seen["silent"] += message.silent
             outputs += [

@@ -18,6 +18,7 @@ import uvicorn
 from rollout.config import EngineConfig, ServerConfig
 from rollout.server.app import create_app
 from rollout.server.engine_client import EngineClient, EngineTarget
+from rollout.server.main import http_server
 
 
 @dataclass
@@ -72,9 +73,9 @@ def running_server(
         engine = EngineClient(engine_config, target=target, stall_timeout_s=stall_timeout_s)
         engine.start()
         try:
-            await engine.wait_ready(30)
+            await engine.wait_ready(120)
             app = create_app(engine, engine_config, config)
-            http.append(uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")))
+            http.append(http_server(app, config))
             listener = socket.create_server(("127.0.0.1", 0))
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             started.append(RunningServer(url, engine, asyncio.get_running_loop()))
@@ -95,7 +96,7 @@ def running_server(
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        assert ready.wait(60)
+        assert ready.wait(150)
         assert isinstance(started[0], RunningServer), started
         yield started[0]
     finally:

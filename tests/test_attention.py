@@ -1,4 +1,4 @@
-"""TorchAttention against dense float32 attention, over ragged batches that hypothesis chooses."""
+"""The CPU backends against dense float32 attention, over ragged batches that hypothesis chooses."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollout.model.attention.base import AttentionParams, LayerShape, RaggedBatch
 from rollout.model.attention.cpu import CHUNK, TorchAttention
+from rollout.model.attention.native import NativeAttention
 
 NUM_BLOCKS = 400
 TOLERANCE = 2e-5
@@ -54,10 +55,18 @@ class History:
 class Harness:
     """A backend whose unwritten slots are NaN, as a freed block's may be, and the sequences it serves."""
 
-    def __init__(self, shape: LayerShape, groups: int, block_size: int, params: AttentionParams, seed: int) -> None:
+    def __init__(
+        self,
+        shape: LayerShape,
+        groups: int,
+        block_size: int,
+        params: AttentionParams,
+        seed: int,
+        kind: type[TorchAttention] | type[NativeAttention] = TorchAttention,
+    ) -> None:
         self.shape, self.heads, self.params = shape, groups * shape.num_kv_heads, params
         self.block_size = block_size
-        self.backend = TorchAttention([shape], NUM_BLOCKS, block_size, torch.float32, torch.device("cpu"))
+        self.backend = kind([shape], NUM_BLOCKS, block_size, torch.float32, torch.device("cpu"))
         for cache in (self.backend.keys[0], self.backend.values[0]):
             cache[1:] = torch.nan
         self.random = torch.Generator().manual_seed(seed)
@@ -109,10 +118,12 @@ def harnesses(draw: st.DrawFn) -> Harness:
     groups = draw(st.integers(1, 3))
     sinks = torch.linspace(-1, 3, groups * shape.num_kv_heads) if draw(st.booleans()) else None
     params = AttentionParams(0.4, draw(windows), draw(st.sampled_from([None, 2.0])), sinks)
-    return Harness(shape, groups, draw(st.sampled_from([4, 16, 128])), params, draw(st.integers(0, 99)))
+    kind = draw(st.sampled_from([TorchAttention, NativeAttention]))
+    block_size = draw(st.sampled_from([16, 128] if kind is NativeAttention else [4, 16, 128]))
+    return Harness(shape, groups, block_size, params, draw(st.integers(0, 99)), kind)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(harnesses(), st.data())
 def test_mixed_chunks_and_decodes_of_sequences_that_share_blocks(harness: Harness, data: st.DataObject) -> None:
     histories = [harness.new() for _ in range(data.draw(st.integers(1, 3)))]

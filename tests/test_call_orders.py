@@ -122,7 +122,8 @@ def test_trl(client: RolloutClient) -> None:
     first = tiny_models.model("llama", 1)
     info = update_info(parameters(first))
     assert trainer.http.get("/server_info", params={"config_format": "json"}).json()["vllm_config"]["model_config"] == {
-        "dtype": "torch.float32"
+        "dtype": "torch.float32",
+        "logprobs_mode": "raw_logprobs",
     }
     trainer.init(packed=True)
     stream = Stream(client)

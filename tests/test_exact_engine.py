@@ -38,7 +38,7 @@ REQUESTS = [
     request("penalties", prompt(37), repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.3, n=2),
     request("biased", prompt(30, seed=2), logit_bias={7: 1.5, 9: -2.0}, min_p=0.05, temperature=0.8, top_k=50),
 ]
-CROWDED = {"num_gpu_blocks_override": 45, "max_model_len": 160, "max_num_batched_tokens": 24}
+CROWDED = {"num_gpu_blocks_override": 12, "max_model_len": 160, "max_num_batched_tokens": 24}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_zero_bits_differ_between_batches_and_between_engine_and_trainer(name: s
         assert not rose["preemptions"]
         for item in (REQUESTS[0], REQUESTS[2]):
             alone, rose = counted(roomy, [item])
-            assert rose["prefix_hit_tokens"] >= 132
+            assert rose["prefix_hit_tokens"] >= 128
             assert same_bits(alone, {key: value for key, value in together.items() if key[0] == item.request_id})
         crowded, rose = counted(exact_engine(path, dtype, **CROWDED), REQUESTS[::-1])
         assert rose["preemptions"] > 0
@@ -89,14 +89,14 @@ def scheduled_engine(name: str, dtype: str, blocks: int, root: Path) -> Engine:
 
 @functools.cache
 def one_by_one(name: str, dtype: str, root: Path) -> Any:
-    engine = scheduled_engine(name, dtype, 200, root)
+    engine = scheduled_engine(name, dtype, 48, root)
     return {key: value for item in REQUESTS for key, value in roll_out(engine, [item]).items()}
 
 
 @settings(max_examples=12)
 @given(
     model=st.sampled_from([("llama", "float32"), ("qwen3", "bfloat16"), ("gemma2", "float32")]),
-    blocks=st.sampled_from([42, 60, 200]),
+    blocks=st.sampled_from([11, 15, 48]),
     tokens=st.sampled_from([16, 17, 40, 300]),
     order=st.permutations(REQUESTS),
     arrivals=st.lists(st.integers(0, 25), min_size=len(REQUESTS), max_size=len(REQUESTS)),

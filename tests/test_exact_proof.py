@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from rollout.config import EngineConfig
 from rollout.engine.process import run_engine
 from rollout.model.attention.cpu import TorchAttention
+from rollout.model.attention.native import NativeAttention
 from rollout.model.invariance import NotInvariantError
 from rollout.server.engine_client import EngineClient, EngineError
 
@@ -61,16 +62,17 @@ def test_a_module_of_the_middle_is_named_by_its_parts(llama: Path, monkeypatch: 
         exact_engine(llama)
 
 
-def test_attention_that_sees_its_batch_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = TorchAttention.forward
+@pytest.mark.parametrize("kind", [TorchAttention, NativeAttention])
+def test_attention_that_sees_its_batch_is_named(kind: Any, llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = kind.forward
 
     def forward(self: Any, layer: int, query: Tensor, *args: Any) -> Tensor:
         output = original(self, layer, query, *args)
         return output + SLIGHT["float32"] * output.mean(0, keepdim=True) if layer == 1 else output
 
-    monkeypatch.setattr(TorchAttention, "forward", forward)
+    monkeypatch.setattr(kind, "forward", forward)
     with pytest.raises(NotInvariantError, match=r"batch in attention of layer 1 \(rollout's attention\), model\.lay"):
-        exact_engine(llama)
+        exact_engine(llama, attention_backend="native" if kind is NativeAttention else "torch")
 
 
 def run_spoiled_engine(config: EngineConfig, *addresses: Any, **kwargs: Any) -> None:

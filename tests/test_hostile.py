@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import socket
 import threading
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
+import abuse
 import httpx
 import pytest
 import tiny_models
@@ -22,15 +21,16 @@ from engine_utils import TOLERANCE, engine, prompt, request, teacher_forced
 from server_harness import RunningServer, eventually, running_server
 from transformers import PreTrainedModel
 
+from rollout.config import ServerConfig
 from rollout.engine.filters import SamplingRow
 from rollout.engine.sampler import Sampler
 from rollout.messages import AbortRequests, EngineReady
 from rollout.outputs import TokenOutput, mask_ids
 from rollout.sampling_params import SamplingParams
-from rollout.server import limits, tokenizer
-from rollout.server.api.generate import check_satisfiable
+from rollout.server import tokenizer
 from rollout.server.engine_client import run_engine
 from rollout.server.errors import ApiError
+from rollout.server.generation import check_satisfiable
 from rollout.server.tokenizer import BackgroundTokenizer
 
 PATH = "/inference/v1/generate"
@@ -150,47 +150,23 @@ def test_an_endless_body_is_cut_off(client: httpx.Client) -> None:
 
     def endless() -> Iterator[bytes]:
         nonlocal sent
-        while sent < 4 * limits.MAX_BODY_BYTES:
+        while sent < 4 * ServerConfig().max_body_bytes:
             sent += 1 << 20
             yield b" " * (1 << 20)
 
     try:
         answer = client.post(PATH, content=endless(), headers={"Content-Type": "application/json"})
         assert answer.status_code == 413
-        assert str(limits.MAX_BODY_BYTES) in answer.json()["error"]["message"]
+        assert str(ServerConfig().max_body_bytes) in answer.json()["error"]["message"]
     except httpx.WriteError:
         pass  # the answer came, and the connection went, while it was still being sent
     just_fits = b'{"token_ids": [5], "sampling_params": {"max_tokens": 1}}'.ljust(1 << 20)
     assert client.post(PATH, content=just_fits, headers={"Content-Type": "application/json"}).is_success
 
 
-def leave_somewhere(server: RunningServer, seed: int) -> None:
-    """Send a request, or a part of it, and go: before, while or after the answer comes."""
-    choose = random.Random(seed)
-    params = {"max_tokens": choose.choice([1, 30]), "n": choose.choice([1, 2, MAX_SEQS]), "top_p": 0.9}
-    if choose.random() < 0.3:
-        params["prompt_logprobs"] = 1
-    length = choose.choice([1, 17, MAX_LEN - 40])
-    body = {"token_ids": prompt(length), "sampling_params": params, "stream": choose.random() < 0.7}
-    data = json.dumps(body).encode()
-    head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nX-Request-Id: same\r\n"
-    data = head.encode() + b"Content-Length: %d\r\n\r\n" % len(data) + data
-    with socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0), timeout=30) as connection:
-        connection.sendall(data if choose.random() < 0.8 else data[: choose.randrange(len(data))] or b"P")
-        if choose.random() < 0.3:
-            connection.sendall(data)  # pipelined
-        elif choose.random() < 0.5:
-            connection.settimeout(0.05)
-            for _ in range(choose.randrange(4)):
-                try:
-                    connection.recv(choose.choice([1, 2000]))
-                except TimeoutError:
-                    break
-
-
 def test_clients_that_leave_anywhere_leave_nothing(server: RunningServer, client: httpx.Client) -> None:
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda seed: leave_somewhere(server, seed), range(120)))
+        list(pool.map(lambda seed: abuse.leave_somewhere(server.url, seed, VOCAB, MAX_LEN, MAX_SEQS), range(120)))
 
 
 def test_pauses_and_aborts_race_with_streams(server: RunningServer, client: httpx.Client) -> None:

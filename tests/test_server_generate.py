@@ -64,7 +64,7 @@ def send_recorded(client: httpx.Client, request: dict[str, Any]) -> httpx.Respon
 
 
 def recorded(path: str, ok: bool) -> list[str]:
-    """Names of the recorded cases of this path that need no text: those with stop strings and text are not served."""
+    """Names of the recorded cases of this path that need no tokenizer: this server has none."""
 
     def textless(request: dict[str, Any]) -> bool:
         body = request.get("json") or {}
@@ -228,7 +228,17 @@ def test_what_the_engine_is_asked(server: RunningServer, client: httpx.Client) -
         ({"logit_bias": {"x": 1}}, {}, "body.sampling_params.logit_bias.x.[key]"),
         ({"stop_token_ids": [10**400]}, {}, "stop_token_ids"),
         ({}, {"output_mode": "text"}, "output_mode"),
-        ({}, {"features": {}}, "features"),
+        ({}, {"features": {"mm_hashes": {"image": ["a"]}, "mm_placeholders": {"image": []}}}, "features"),
+        ({}, {"features": {}}, "body.features.mm_hashes"),
+        (
+            {},
+            {"features": {"mm_hashes": {}, "mm_placeholders": {"image": [{"offset": 0, "length": 0}]}}},
+            "body.features.mm_placeholders.image.0.length",
+        ),
+        ({}, {"content_parts": [{"type": "image_url", "url": "x"}]}, "content_parts"),
+        ({}, {"content_parts": {}}, "body.content_parts"),
+        ({}, {"ec_transfer_params": {}}, "ec_transfer_params"),
+        ({}, {"kv_transfer_params": []}, "body.kv_transfer_params"),
         ({}, {"kv_transfer_params": {}}, "kv_transfer_params"),
         ({}, {"priority": 2**63}, "body.priority"),
         ({}, {"token_ids": [1.5]}, "body.token_ids.0"),
@@ -319,12 +329,13 @@ def test_without_the_flag_scale_out_is_403(path: str) -> None:
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tokenizer of four words and what a space makes of two of them."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocab = {"a": 0, "b": 1, "Ġa": 2, "c": 3, "d": 4, "Ġ": 5, "[UNK]": 6}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "a")], unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     folder = tmp_path_factory.mktemp("tokenizer")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(folder)
     return str(folder)
@@ -343,9 +354,3 @@ def test_with_a_tokenizer(tokenizer_folder: str) -> None:
         assert server.stats()["added"][-1]["bad_words_token_ids"] == [[0], [2], [1], [3, 4]]
         refused = http.post(PATH, json={"token_ids": [7], "sampling_params": {"bad_words": ["  "]}})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "bad_words")
-
-
-def test_tokens_only_refuses_stop_strings_as_vllm_does() -> None:
-    with running_server(ServerConfig(tokens_only=True)) as server:
-        response = httpx.post(server.url + PATH, json={"token_ids": [1], "sampling_params": {"stop": ["x"]}})
-        assert response.json() == EXAMPLES["nodetok_stop"]["body"]

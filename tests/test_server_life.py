@@ -201,7 +201,7 @@ def test_small_answers(client: httpx.Client) -> None:
     assert client.post("/reset_prefix_cache").json() == {"success": True}
     config = client.get("/server_info?config_format=json").json()["vllm_config"]
     assert (config["model_config"], config["parallel_config"]) == (
-        {"dtype": "torch.float32"},
+        {"dtype": "torch.float32", "logprobs_mode": "raw_logprobs"},
         {"data_parallel_size": 1},
     )
 

@@ -24,7 +24,11 @@ class WeightPushError(RuntimeError):
 
 
 class RefusedError(WeightPushError):
-    """The server answered with an error."""
+    """The server answered with an error: `status` is HTTP's."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Endpoint(Protocol):
@@ -67,7 +71,8 @@ class ServerControl:
         if response.status_code >= 400:
             self.open = False
             raise RefusedError(
-                f"{self.base_url}: {method} {path} was refused with {response.status_code}: {_message(response)}"
+                f"{self.base_url}: {method} {path} was refused with {response.status_code}: {_message(response)}",
+                response.status_code,
             )
         answer: dict[str, Any] = response.json()
         return answer

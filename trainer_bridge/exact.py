@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
+from rollout.model.attention import native
+from rollout.model.attention.base import AttentionParams
 from rollout.model.attention.chunked import CHUNK, attend_causally, hidden_by_order, padded_rows
+from rollout.model.products import PackedWeight, serves_linear
 
 ATTENTION_NAME = "rollout_exact"
 
@@ -31,7 +35,9 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
 
     Afterwards `model(input_ids (batch, length), attention_mask=…, position_ids=…, logits_to_keep=…)` accepts
     right-padded batches (an attention_mask whose rows are ones, then zeros) and packed rows (position_ids that restart
-    at 0 for each sequence; batch of one). Only full causal passes: no cache.
+    at 0 for each sequence; batch of one). Where they restart at a later position p, what follows continues the first p
+    tokens of the last sequence that began at 0: the answers of a group after their one prompt (`scoring.group_row`).
+    Only full causal passes: no cache.
 
     Raises ValueError, at once or at the forward pass, for what can't be exact: autocast, left padding, dropout in
     training mode, inputs_embeds, a cache, a model that doesn't reach the attention interface.
@@ -41,6 +47,11 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(f"{type(model).__name__} doesn't take its attention from transformers' AttentionInterface")
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and serves_linear(module):
+            product = _product(module, torch.float32 if module is head else module.weight.dtype)
+            module.forward = product  # type: ignore[method-assign, assignment]
     original = model.forward
 
     @functools.wraps(original)
@@ -130,17 +141,33 @@ def attention_forward(
         raise ValueError(f"attention dropout ({dropout}) can't be exact: call model.eval()")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     attend = functools.partial(_attend, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
-    bounds = [0, query.shape[2]]
-    if query.shape[0] == 1:
-        if position_ids is None:
-            raise ValueError(f"{type(module).__name__} doesn't tell its attention the positions: use a batch of rows")
-        starts = (position_ids[0, 1:] != position_ids[0, :-1] + 1).nonzero().flatten() + 1
-        bounds = [0, *starts.tolist(), query.shape[2]]
-    pieces = [
-        attend(query[:, :, start:end], key[:, :, start:end], value[:, :, start:end])
-        for start, end in itertools.pairwise(bounds)
-    ]
+    if query.shape[0] > 1:
+        return attend(query, key, value), None
+    if position_ids is None:
+        raise ValueError(f"{type(module).__name__} doesn't tell its attention the positions: use a batch of rows")
+    pieces = []
+    for start, end, shared in _sequences(position_ids[0]):
+        tokens = (torch.cat([t[:, :, shared], t[:, :, start:end]], 2) for t in (query, key, value))
+        pieces.append(attend(*tokens)[:, shared.stop - shared.start :])
     return torch.cat(pieces, 1), None
+
+
+def _sequences(positions: Tensor) -> list[tuple[int, int, slice]]:
+    """The pieces [start, end) of a packed row (length,), each with where the tokens are that it continues."""
+    starts = (positions[1:] != positions[:-1] + 1).nonzero().flatten() + 1
+    bounds = [0, *starts.tolist(), len(positions)]
+    offsets = positions[bounds[:-1]].tolist()
+    found, first, first_end = [], 0, 0
+    for (start, end), offset in zip(itertools.pairwise(bounds), offsets, strict=True):
+        if offset == 0 or start == 0:
+            first, first_end, offset = start, end, 0
+        if offset > first_end - first:
+            raise ValueError(
+                f"a packed sequence restarts at position {offset}, but the last one that began at 0 has only "
+                f"{first_end - first} tokens to continue"
+            )
+        found.append((start, end, slice(first, first + offset)))
+    return found
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
@@ -169,7 +196,40 @@ def _attend(
         window or None,
         softcap or None,
     )
-    return output.view(batch, heads, length, -1).transpose(1, 2)
+    return output.reshape(batch, heads, length, -1).transpose(1, 2)
+
+
+def _product(layer: nn.Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The layer's forward pass by the engine's product. Its weight is packed each time: nothing tells when it changes."""
+
+    def forward(x: Tensor) -> Tensor:
+        biases = [] if layer.bias is None else [layer.bias.detach()]
+        packed = PackedWeight.of([layer.weight.detach()], biases)
+        return _Product.apply(x, layer.weight, layer.bias, packed, dtype)
+
+    return forward
+
+
+class _Product(torch.autograd.Function):
+    """The engine's product, and the gradients of a linear layer, in the weight's dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedWeight, dtype: torch.dtype
+    ) -> Tensor:
+        """x (…, inputs), weight (outputs, inputs), bias (outputs,) → (…, outputs) in `dtype`."""
+        ctx.save_for_backward(x, weight)
+        ctx.has_bias = bias is not None
+        return packed.multiply(x, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, weight and bias."""
+        x, weight = ctx.saved_tensors
+        grad = gradients[0].to(weight.dtype).flatten(0, -2)
+        grad_x = (grad @ weight).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = grad.T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None, None
 
 
 class _ChunkedAttention(torch.autograd.Function):
@@ -191,18 +251,11 @@ class _ChunkedAttention(torch.autograd.Function):
         softcap: float | None,
     ) -> Tensor:
         """query (rows, groups, length, dim), key and value (rows, length, dim), sinks (heads,) or empty."""
-        length = query.shape[2]
-        fill = (0, 0, 0, -length % CHUNK)
-        output, lse = attend_causally(
-            query * scaling,
-            pad(key, fill),
-            pad(value, fill),
-            length,
-            window=window,
-            softcap=softcap,
-            sinks=_per_row(sinks, query) if sinks.numel() else None,
-            exact=True,
-        )
+        if native.serves_attention(key.shape[-1], query.dtype, query.device):
+            params = AttentionParams(scaling, window, softcap, sinks if sinks.numel() else None)
+            output, lse = native.attend_causally(query, key, value, params)
+        else:
+            output, lse = _attend_in_torch(query, key, value, sinks, scaling, window, softcap)
         ctx.save_for_backward(query, key, value, sinks, output, lse)
         ctx.scaling, ctx.window, ctx.softcap = scaling, window, softcap
         return output.to(query.dtype)
@@ -211,7 +264,7 @@ class _ChunkedAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of query, key, value and sinks, in their dtypes."""
         query, key, value, sinks, output, lse = ctx.saved_tensors
-        grad = gradients[0].float()
+        grad, output = gradients[0].float(), output.float()
         q, k, v = query.float(), key.float(), value.float()
         length, groups = q.shape[2], q.shape[1]
         share = (grad * output).sum(-1)  # (rows, groups, length)
@@ -239,6 +292,23 @@ class _ChunkedAttention(torch.autograd.Function):
             taken = torch.exp(_per_row(sinks, query)[..., None] - lse) * share
             grad_sinks = -taken.sum(-1).view(-1, sinks.numel()).sum(0).to(sinks.dtype)
         return grad_q.to(query.dtype), grad_k.to(key.dtype), grad_v.to(value.dtype), grad_sinks, None, None, None
+
+
+def _attend_in_torch(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scaling: float, window: int | None, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    length = query.shape[2]
+    fill = (0, 0, 0, -length % CHUNK)
+    return attend_causally(
+        query * scaling,
+        pad(key, fill),
+        pad(value, fill),
+        length,
+        window=window,
+        softcap=softcap,
+        sinks=_per_row(sinks, query) if sinks.numel() else None,
+        exact=True,
+    )
 
 
 def _per_row(sinks: Tensor, query: Tensor) -> Tensor:

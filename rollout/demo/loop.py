@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +17,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rollout.demo.report import Step, WandbRun, coloured, most_versions, plot, summary
-from rollout.demo.sampler import Group, Sampler
+from rollout.demo import task
+from rollout.demo.report import PANELS, Step, coloured, history, most_versions, summary
 from rollout.demo.server import serve
 from rollout.demo.trainer import Trainer
-from trainer_bridge import RolloutClient, WeightSender
+from trainer_bridge import RolloutClient, WeightSender, dashboard, metrics, records
+from trainer_bridge.client import Choice
+from trainer_bridge.integrations.wandb import WandbLogger
+from trainer_bridge.sampler import Group, Prompt, Sampler
 
 SAMPLING_PARAMS = {"temperature": 1.0, "max_tokens": 24, "logprobs": 0}
 GROUP_SIZE = 8
@@ -43,50 +49,98 @@ def run(model: Path, output: Path, *, steps: int, seed: int, console: Console) -
     server_threads = max(1, cores // 2)
     torch.set_num_threads(max(1, cores - server_threads))
     tokenizer = AutoTokenizer.from_pretrained(model)
-    wandb = WandbRun({"seed": seed, "steps": steps, **SETTINGS}, output)
+    (output / "rollouts.jsonl").unlink(missing_ok=True)
     console.print(
         f"Starting a server (its log: {output / 'server.log'}) and loading the trainer's copy of the model ..."
     )
-    with serve(model, output / "server.log", *_server_flags(server_threads, seed)) as url, RolloutClient(url) as client:
-        trainer = Trainer(model, SAMPLING_PARAMS, learning_rate=LEARNING_RATE)
-        sampler = Sampler(
-            url,
-            tokenizer,
-            SAMPLING_PARAMS,
-            group_size=GROUP_SIZE,
-            in_flight=GROUPS_IN_FLIGHT,
-            capacity=2 * GROUPS_PER_STEP,
-            seed=seed,
-        )
-        done: list[Step] = []
-        trained: list[Group] = []
+    with serve(model, output / "server.log", *_server_flags(server_threads)) as url, RolloutClient(url) as client:
+        trainer = Trainer(model, learning_rate=LEARNING_RATE)
+        run_log = _RunLog(model, output, tokenizer, client, {"seed": seed, "steps": steps, **SETTINGS})
+        sampler = _sampler(url, tokenizer, seed)
         with WeightSender.connect(client, trainer.model) as sender, sampler, _progress(console) as progress:
             bar = progress.add_task("training", total=steps, says="the first rollouts are on their way")
             began = time.monotonic()
             epoch = client.weight_info()["epoch"]
-            while len(done) < steps:
-                groups = sampler.take(GROUPS_PER_STEP, oldest_epoch=epoch - MAX_STALENESS, timeout_s=TAKE_TIMEOUT_S)
+            for number in range(1, steps + 1):
+                fresh = functools.partial(_is_fresh, oldest_epoch=epoch - MAX_STALENESS)
+                groups = sampler.take(GROUPS_PER_STEP, usable=fresh, timeout_s=TAKE_TIMEOUT_S)
                 train_began = time.monotonic()
                 stats = trainer.step(groups, epoch)
                 train_seconds = time.monotonic() - train_began
-                push = sender.push(version=f"step-{len(done) + 1}")
+                push = sender.push(version=f"step-{number}")
                 epoch = push.epoch
-                done.append(Step(push.version, stats, train_seconds, push.seconds))
-                trained += groups
-                wandb.log(done[-1])
-                progress.update(bar, advance=1, says=_says(done[-1]))
-            numbers = summary(done, sampler.stats, time.monotonic() - began)
-    (output / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n")
-    plot(done, output / "reward.png")
-    wandb.finish(numbers)
-    _show(numbers, trained, tokenizer, output, console)
+                step = Step(push.version, stats, train_seconds, push.seconds, push.bytes)
+                run_log.add(step, groups)
+                progress.update(bar, advance=1, says=_says(step))
+            numbers = summary(run_log.steps, sampler.stats, time.monotonic() - began)
+    run_log.finish(numbers)
+    _show(numbers, run_log.groups, tokenizer, output, console)
     return numbers
 
 
-def _server_flags(threads: int, seed: int) -> list[str]:
+def _sampler(url: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Sampler:
+    def reward(_: Prompt, choice: Choice) -> float:
+        text = str(tokenizer.decode(choice.token_ids, skip_special_tokens=True))
+        return task.reward(text, choice.finish_reason == "stop")
+
+    return Sampler(
+        url,
+        task.prompts(tokenizer, random.Random(seed)),
+        reward,
+        SAMPLING_PARAMS,
+        group_size=GROUP_SIZE,
+        in_flight=GROUPS_IN_FLIGHT,
+        capacity=2 * GROUPS_PER_STEP,
+        seed=seed,
+    )
+
+
+def _is_fresh(group: Group, *, oldest_epoch: int) -> bool:
+    return all((span.epoch or 0) >= oldest_epoch for choice in group.choices for span in choice.spans)
+
+
+class _RunLog:
+    """What a run leaves in its folder."""
+
+    def __init__(
+        self,
+        model: Path,
+        output: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        client: RolloutClient,
+        config: dict[str, Any],
+    ) -> None:
+        self.steps: list[Step] = []
+        self.groups: list[Group] = []
+        self._model, self._output, self._tokenizer = model.resolve(), output, tokenizer
+        self._client, self._info = client, client.weight_info()
+        self._wandb = WandbLogger("rollout-demo", output, config)
+
+    def add(self, step: Step, groups: list[Group]) -> None:
+        """Log a step, and record what it was trained on."""
+        self.steps.append(step)
+        self.groups += groups
+        for group in groups:
+            prompt = group.prompt.token_ids
+            item = records.record(prompt, group.sampling_params, group.choices, model=self._model, info=self._info)
+            records.append(self._output / "rollouts.jsonl", item)
+        found = history(self.steps)[-1] | metrics.of_server(self._client)
+        self._wandb.log(found, lags=step.train.lags, groups=groups, decode=self._decode)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids)))
+
+    def finish(self, numbers: dict[str, Any]) -> None:
+        """Write summary and picture."""
+        (self._output / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n")
+        dashboard.plot(history(self.steps), self._output / "reward.png", PANELS)
+        self._wandb.finish(numbers)
+
+
+def _server_flags(threads: int) -> list[str]:
     return [
-        *("--tokens-only", "--device", "cpu", "--dtype", "float32", "--num-threads", str(threads), "--seed", str(seed)),
-        *("--logprobs-mode", "processed_logprobs", "--kv-policy", "recompute"),
+        *("--tokens-only", "--device", "cpu", "--dtype", "float32", "--num-threads", str(threads)),
+        *("--logprobs-mode", "processed_logprobs", "--batch-invariant", "--kv-policy", "recompute"),
         *("--max-model-len", "512", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(512 << 20)),
     ]
 
@@ -97,9 +151,8 @@ def _progress(console: Console) -> Progress:
 
 
 def _says(step: Step) -> str:
-    train = step.train
     return (
-        f"reward {train.reward:.2f}  staleness {train.staleness:.1f}  gap {train.logprob_gap:.3f}  "
+        f"reward {step['reward/mean']:.2f}  staleness {step['staleness/mean']:.1f}  gap {step['gap/mean']:.3f}  "
         f"push {step.push_seconds:.1f} s"
     )
 
@@ -118,5 +171,5 @@ def _show(
         f"tokens was {numbers['longest_token_gap_seconds']:.1f} s. See {output / 'reward.png'}."
     )
     group, choice = most_versions(trained)
-    console.print(f"\n{group.question} One answer, coloured by the weights that sampled it:")
+    console.print(f"\n{group.prompt.task} One answer, coloured by the weights that sampled it:")
     console.print(coloured(tokenizer, choice))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from rollout.demo.sampler import Group, SamplerStats
 from rollout.demo.trainer import TrainStats
 from trainer_bridge.client import Choice
+from trainer_bridge.dashboard import STEP, Panel
+from trainer_bridge.sampler import Group, SamplerStats
 
+PANELS = (
+    Panel("reward", ("reward/mean",), "mean of the step's answers"),
+    Panel("staleness", ("staleness/mean",), "commits behind, mean over tokens"),
+    Panel("rollout/trainer gap", ("gap/mean", "gap/current_max"), "|log π_θ - log π_old|"),
+)
 COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 
@@ -27,11 +30,16 @@ class Step:
     train: TrainStats
     train_seconds: float
     push_seconds: float
+    push_bytes: int
+
+    def __getitem__(self, name: str) -> float:
+        """A metric of its training."""
+        return self.train.metrics[name]
 
 
 def summary(steps: Sequence[Step], sampled: SamplerStats, seconds: float) -> dict[str, Any]:
     """The numbers of summary.json. `seconds` is the time from the first request to the end of the last push."""
-    rewards = [step.train.reward for step in steps]
+    rewards = [step["reward/mean"] for step in steps]
     quarter = max(1, len(steps) // 4)
     return {
         "reward_first": _mean(rewards[:quarter]),
@@ -41,11 +49,14 @@ def summary(steps: Sequence[Step], sampled: SamplerStats, seconds: float) -> dic
         "tokens_per_second": sampled.tokens / seconds,
         "push_seconds": _mean([step.push_seconds for step in steps]),
         "longest_token_gap_seconds": sampled.longest_token_gap_s,
-        "logprob_gap": _mean([step.train.logprob_gap for step in steps]),
-        "staleness": _mean([step.train.staleness for step in steps]),
+        "logprob_gap": _mean([step["gap/mean"] for step in steps]),
+        "current_logprob_gap": max(
+            (step["gap/current_max"] for step in steps if "gap/current_max" in step.train.metrics), default=None
+        ),
+        "staleness": _mean([step["staleness/mean"] for step in steps]),
         "requests": sampled.requests,
         "dropped_groups": sampled.dropped_groups,
-        "trained_tokens": sum(step.train.tokens for step in steps),
+        "trained_tokens": sum(len(step.train.lags) for step in steps),
         "seconds": seconds,
     }
 
@@ -54,58 +65,18 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def plot(steps: Sequence[Step], path: Path) -> None:
-    """Reward, staleness and logprob gap over steps, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    panels = (
-        ("reward", "tab:green", "mean of the step's answers", [step.train.reward for step in steps]),
-        ("staleness", "tab:orange", "commits behind, mean over tokens", [step.train.staleness for step in steps]),
-        (
-            "rollout/trainer logprob gap",
-            "tab:blue",
-            "mean |log π_θ - log π_old|",
-            [step.train.logprob_gap for step in steps],
-        ),
-    )
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    for axes, (title, colour, label, values) in zip(figure.subplots(1, 3), panels, strict=True):
-        axes.plot(range(1, len(steps) + 1), values, color=colour, marker="o", markersize=3)
-        axes.set(title=title, xlabel="step", ylabel=label)
-        axes.set_ylim(bottom=0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(alpha=0.3)
-    FigureCanvasAgg(figure).print_png(str(path))
-
-
-class WandbRun:
-    """A Weights & Biases run: offline unless a key is set, nothing at all where wandb isn't installed."""
-
-    def __init__(self, config: dict[str, Any], folder: Path) -> None:
-        self._run = None
-        if importlib.util.find_spec("wandb") is None:
-            return
-        import wandb
-
-        decided = "WANDB_MODE" in os.environ or wandb.login(prompt=False)
-        settings = wandb.Settings(silent=True)
-        self._run = wandb.init(
-            project="rollout-demo", dir=folder, config=config, mode=None if decided else "offline", settings=settings
-        )
-
-    def log(self, step: Step) -> None:
-        """One step's numbers."""
-        if self._run is not None:
-            numbers = {**asdict(step.train), "train_seconds": step.train_seconds, "push_seconds": step.push_seconds}
-            self._run.log(numbers)
-
-    def finish(self, numbers: dict[str, Any]) -> None:
-        """Close the run, with summary.json as its summary."""
-        if self._run is not None:
-            self._run.summary.update(numbers)
-            self._run.finish()
+def history(steps: Sequence[Step]) -> list[dict[str, float]]:
+    """The steps as the dashboard wants them."""
+    return [
+        step.train.metrics
+        | {
+            STEP: number,
+            "speed/train_s": step.train_seconds,
+            "push/seconds": step.push_seconds,
+            "push/bytes": step.push_bytes,
+        }
+        for number, step in enumerate(steps, start=1)
+    ]
 
 
 def most_versions(groups: Sequence[Group]) -> tuple[Group, Choice]:

@@ -6,8 +6,12 @@ counting. It can't be had by saying nothing, or by never stopping.
 
 from __future__ import annotations
 
+import random
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from trainer_bridge.sampler import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +42,13 @@ def prompt_token_ids(tokenizer: PreTrainedTokenizerBase, question: str) -> list[
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return list(tokenizer(text).input_ids)
+
+
+def prompts(tokenizer: PreTrainedTokenizerBase, rng: random.Random) -> Iterator[Prompt]:
+    """Every question once, then again in another order, without end; a prompt's task is its question."""
+    while True:
+        for question in rng.sample(QUESTIONS, len(QUESTIONS)):
+            yield Prompt(prompt_token_ids(tokenizer, question), question)
 
 
 def reward(text: str, finished: bool) -> float:

@@ -40,7 +40,10 @@ class Engine:
         self.staleness: Counter[int] = Counter()
         self.commit_seconds: float | None = None
         self.store = WeightStore(
-            self.runner.model, allow_partial=config.allow_partial_updates, weight_staging=config.weight_staging
+            self.runner.model,
+            allow_partial=config.allow_partial_updates,
+            weight_staging=config.weight_staging,
+            prepare=self.runner.packed.pack,
         )
         self.restarted: str | None = None
         self.snapshots = (
@@ -97,13 +100,16 @@ class Engine:
         self.scheduler.add([Sequence(request, index, list(message.prompt_token_ids)) for index in range(params.n)])
 
     def abort(self, message: AbortRequests) -> list[TokenOutput]:
-        """End sequences now; one last output for each of them, unless the message is silent."""
+        """End sequences now; one last output for each of them, unless the message is silent.
+
+        A single choice is one that a stop string has ended: it counts as such.
+        """
         ids = None if message.request_ids is None else set(message.request_ids)
         outputs = []
         for sequence in list(self.scheduler):
             request = sequence.request
             if (ids is None or request.request_id in ids) and message.index in (None, sequence.index):
-                self._end(sequence, FinishReason.ABORT)
+                self._end(sequence, FinishReason.ABORT if message.index is None else FinishReason.STOP)
                 outputs.append(TokenOutput(request.request_id, sequence.index, finish_reason=FinishReason.ABORT))
         return [] if message.silent else outputs
 
@@ -227,6 +233,11 @@ class Engine:
             cached_tokens=sequence.cached_tokens,
             prompt_logprobs=prompt_logprobs,
         )
+        if self.runner.routing is not None:
+            # A row that was delivered stands, also where its token is computed again: it belongs to what it sampled.
+            computed = len(sequence.token_ids)
+            output.routed_experts = self.runner.routing.read(sequence.block_table, sequence.num_routed, computed)
+            sequence.num_routed = computed
         sequence.token_ids.append(sampled.token_id)
         sequence.tokens_of[self.store.epoch] += 1
         self.scheduler.counters["sampled_tokens"] += 1

@@ -112,6 +112,7 @@ class EngineProcess:
                 block_size=config.block_size,
                 seconds=runner.seconds,
                 eos_token_ids=runner.eos_token_ids,
+                routing=runner.routing.shape if runner.routing is not None else None,
             )
         )
         while True:

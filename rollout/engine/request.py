@@ -40,7 +40,7 @@ class Sequence:
     `kv_epoch` is the weight epoch that computed every one of these positions, None where it was more than one.
     `prefix_node` names the last of the `num_registered` full blocks found or entered in the prefix cache. `siblings`
     are the request's other sequences, as long as they wait for this one to compute their common prompt. `tokens_of`
-    counts the tokens that each weight epoch sampled.
+    counts the tokens that each weight epoch sampled. The routing of the first `num_routed` tokens has been delivered.
     """
 
     request: Request
@@ -52,6 +52,7 @@ class Sequence:
     prefix_node: int | tuple[int, str | None] | None = None
     num_registered: int = 0
     cached_tokens: int = 0
+    num_routed: int = 0
     tokens_of: Counter[int] = field(default_factory=Counter)
     siblings: list[Sequence] = field(default_factory=list)
 

@@ -56,9 +56,11 @@ class Sampler:
         tokens = _choose(filtered, rows)
         source = filtered if self.logprobs_mode == "processed_logprobs" else logits
         groups: dict[int, list[int]] = defaultdict(list)  # rows by the number of logprobs they ask for
-        masked = []
+        masked, tracked = [], []
         for r, row in enumerate(rows):
-            if row.params.logprobs is not None:
+            if row.params.logprob_token_ids:
+                tracked.append(r)
+            elif row.params.logprobs is not None:
                 groups[row.params.logprobs].append(r)
             if row.want_mask and is_filtered(row, logits.shape[-1]):
                 masked.append(r)
@@ -72,6 +74,9 @@ class Sampler:
             ids = [sampled[r].token_id for r in members]
             for r, entries in zip(members, _entries(ids, *(next(arrays) for _ in range(4))), strict=True):
                 sampled[r].logprobs = entries
+        for r in tracked:
+            asked = rows[r].params.logprob_token_ids or ()
+            sampled[r].logprobs = _logprobs_of(source[r], [sampled[r].token_id, *asked])
         for r, mask in zip(masked, _masks(filtered, masked), strict=True):
             sampled[r].sampling_mask = (mask if len(mask) else np.array([sampled[r].token_id], np.int32)).tobytes()
         return sampled
@@ -170,6 +175,16 @@ def _logprob_table(logits: Tensor, tokens: Tensor, k: int) -> list[Tensor]:
         nothing = chosen[:, :0]
         return [chosen.squeeze(-1), rank, nothing, nothing]
     return [chosen.squeeze(-1), rank, *top_tokens(logprobs, logprobs.shape[-1] if k == -1 else k)]
+
+
+def _logprobs_of(logits: Tensor, token_ids: Sequence[int]) -> list[TokenLogprob]:
+    """The logprobs and ranks of these tokens, each once and in this order, under log_softmax(logits) (vocab,)."""
+    logprobs = torch.nan_to_num_(logits.float().log_softmax(-1), nan=NO_LOGPROB, neginf=NO_LOGPROB)
+    unique = list(dict.fromkeys(token_ids))
+    values = logprobs[unique]
+    ranks = len(logprobs) + 1 - torch.searchsorted(logprobs.sort().values, values, right=True)
+    pairs = zip(values.tolist(), ranks.tolist(), strict=True)
+    return [TokenLogprob(token, value, rank) for token, (value, rank) in zip(unique, pairs, strict=True)]
 
 
 def _entries(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rollout.model.attention.base import AttentionParams, LayerShape, RaggedBatch, serving
-from rollout.model.attention.chunked import CHUNK, fill_up, padded_rows
-from rollout.model.attention.cpu import TorchAttention
+from rollout.model.attention.base import AttentionBackend, AttentionParams, RaggedBatch, serving
+from rollout.model.attention.chunked import CHUNK, fill_up
 
-BLOCK = 16
 LENGTHS = (CHUNK + 21, CHUNK + 5, 40, 3)
 """The sequences that are tried: two reach a second chunk, one is a few tokens."""
 DECODED = 3
@@ -28,21 +26,24 @@ class NotInvariantError(ValueError):
 
 
 @torch.inference_mode()
-def prove_batch_invariance(model: PreTrainedModel, shapes: list[LayerShape]) -> None:
+def prove_batch_invariance(
+    model: PreTrainedModel, make_backend: Callable[[int], AttentionBackend], block_size: int
+) -> None:
     """Compute sequences alone and whole, then side by side in chunks and single tokens; compare every module's bits.
 
-    Raises NotInvariantError, which names the modules that differ, the first ones first.
+    `make_backend` gives the attention that will serve, with a cache of so many blocks of `block_size`. Raises
+    NotInvariantError, which names the modules that differ, the first ones first.
     """
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config().vocab_size
     sequences = [torch.randint(0, vocab_size, (n,), generator=generator).tolist() for n in LENGTHS]
     alone = _Bits()
     for index, ids in enumerate(sequences):
-        _run(model, shapes, [(index, ids)], [[len(ids)]], alone)
+        _run(model, make_backend, block_size, [(index, ids)], [[len(ids)]], alone)
     together = _Bits(alone.axes)
     plans = [[n // 2, n - DECODED - n // 2, *[1] * DECODED] for n in LENGTHS]
     plans[-1] = [0, 0, 1, 1, 1]
-    _run(model, shapes, list(enumerate(sequences)), plans, together)
+    _run(model, make_backend, block_size, list(enumerate(sequences)), plans, together)
     differing = [name for name, rows in alone.rows.items() if rows != together.rows[name]]
     if differing:
         kinds = [f"{name} ({alone.kinds[name]})" for name in differing[:NAMED]]
@@ -57,19 +58,20 @@ class _Bits:
     """A checksum of each module's output bits for each token: {module: {(sequence, position): checksum}}.
 
     `axes` says along which axis of its output a module has the tokens. It is seen from the first call, whose number of
-    tokens nothing else in a model is likely to be.
+    tokens nothing else in a model is likely to be. `count` is the number of tokens, filled up, of the call under way.
     """
 
     def __init__(self, axes: dict[str, int] | None = None) -> None:
         self.axes: dict[str, int] = {} if axes is None else axes
         self.rows: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
         self.kinds: dict[str, str] = {}
+        self.count = 0
 
     def add(self, name: str, kind: str, output: Any, tokens: list[tuple[int, int]]) -> None:
         """Note the output of a module: one row, or several adjacent ones, for each of the padded tokens."""
         if not isinstance(output, Tensor) or output.dtype not in _INTEGER:
             return
-        count = padded_rows(len(tokens))
+        count = self.count
         if name not in self.axes:
             self.axes[name] = next((axis for axis, size in enumerate(output.shape[:-1]) if size % count == 0), -1)
         if self.axes[name] < 0:
@@ -84,31 +86,39 @@ class _Bits:
 _INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
-class _Watched(TorchAttention):
-    """The exact attention, noting what it gives each token."""
+class _Watched(AttentionBackend):
+    """An attention backend, and what it gives each token."""
+
+    def __init__(self, backend: AttentionBackend, bits: _Bits) -> None:
+        super().__init__(backend.layers, backend.num_blocks, backend.block_size, backend.dtype, backend.device)
+        self._backend, self.bits = backend, bits
+        self.tokens: list[tuple[int, int]] = []
+
+    def prepare(self, batch: RaggedBatch) -> None:
+        self._backend.prepare(batch)
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        self._backend.copy_blocks(pairs)
 
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        output = super().forward(layer, query, key, value, params)
+        output = self._backend.forward(layer, query, key, value, params)
         self.bits.add(f"attention of layer {layer}", "rollout's attention", output.flatten(1), self.tokens)
         return output
-
-    bits: _Bits
-    tokens: list[tuple[int, int]]
 
 
 def _run(
     model: PreTrainedModel,
-    shapes: list[LayerShape],
+    make_backend: Callable[[int], AttentionBackend],
+    block_size: int,
     sequences: list[tuple[int, list[int]]],
     plans: list[list[int]],
     bits: _Bits,
 ) -> None:
     """Compute the numbered sequences, each in the steps that its plan lists, all of one step side by side."""
-    blocks = [-(-len(ids) // BLOCK) for _, ids in sequences]
+    backend = _Watched(make_backend(1 + len(sequences) * -(-max(LENGTHS) // block_size)), bits)
+    blocks = [-(-len(ids) // block_size) for _, ids in sequences]
     ends = [1 + sum(blocks[: i + 1]) for i in range(len(blocks))]
     tables = [list(range(end - count, end)) for end, count in zip(ends, blocks, strict=True)]
-    backend = _Watched(shapes, ends[-1], BLOCK, model.dtype, model.device, exact=True)
-    backend.bits = bits
     done = [0] * len(sequences)
     for counts in zip(*plans, strict=True):
         chosen = [i for i, count in enumerate(counts) if count]
@@ -123,7 +133,9 @@ def _run(
         batch = RaggedBatch(query_start, [done[i] for i in chosen], [tables[i] for i in chosen])
         backend.prepare(batch)
         with serving(backend), _watching(model, backend):
-            inputs = torch.tensor([fill_up(row), fill_up(batch.positions())], device=model.device)
+            row, positions = fill_up(row, model.dtype), fill_up(batch.positions(), model.dtype)
+            bits.count = len(row)
+            inputs = torch.tensor([row, positions], device=model.device)
             model(input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False)
 
 

@@ -28,7 +28,7 @@ from rollout.model.attention.cpu import TorchAttention
 logger = logging.getLogger(__name__)
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.02}
 """Largest mean difference from stock attention, relative to the logits' standard deviation, at load."""
 
 

@@ -8,16 +8,22 @@ import torch
 from torch import Tensor
 
 from rollout.config import EngineConfig
+from rollout.model.attention import native
 from rollout.model.attention.base import AttentionBackend, LayerShape, RaggedBatch, serving
-from rollout.model.attention.chunked import fill_up
+from rollout.model.attention.chunked import CHUNK, fill_up, padded_rows
 from rollout.model.attention.cpu import TorchAttention
+from rollout.model.fused import PackedWeights, fuse_norms, fuse_rotary
 from rollout.model.graphs import CudaGraphs, DecodeGraphs
 from rollout.model.invariance import prove_batch_invariance
 from rollout.model.loader import load_model, plug_in_attention
+from rollout.model.native import keep_freed_memory
+from rollout.model.routing import RoutedExperts
 
 CPU_CACHE_BYTES = 4 << 30
 LOGIT_BYTES = 128 << 20
 """Most bytes of float32 logits in one step, beyond one row a sequence: bounds what prompt logprobs cost."""
+FASTEST_ROWS = 4
+"""Rows of a product that a CPU multiplies faster than fewer of them."""
 
 
 class ModelRunner:
@@ -28,12 +34,16 @@ class ModelRunner:
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         self.config = config
+        keep_freed_memory()
         self.model = load_model(config)
         loaded = time.perf_counter()
         shapes = plug_in_attention(self.model)
-        if config.batch_invariant:
-            prove_batch_invariance(self.model, shapes)
         self.device, self.dtype = self.model.device, self.model.dtype
+        fuse_norms(self.model)
+        fuse_rotary(self.model)
+        self.packed = PackedWeights(self.model)
+        if config.batch_invariant:
+            prove_batch_invariance(self.model, lambda blocks: self._backend(shapes, blocks), config.block_size)
         text_config = self.model.config.get_text_config()
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
         limit = getattr(text_config, "max_position_embeddings", None)
@@ -47,7 +57,18 @@ class ModelRunner:
                 f"the KV cache holds {capacity} tokens, fewer than max_model_len ({self.max_model_len}): "
                 "raise --kv-cache-memory-bytes (or --num-gpu-blocks-override), or lower --max-model-len"
             )
-        self.backend = self._backend(shapes)
+        self.backend = self._backend(shapes, self.num_blocks)
+        self.routing: RoutedExperts | None = None
+        self.graphs: DecodeGraphs | None = None
+        if config.enable_return_routed_experts:
+            one = RaggedBatch([0, 1], [1], [[0]])  # a token in the null block
+            self.routing = RoutedExperts(
+                self.model,
+                self.num_blocks,
+                config.block_size,
+                padded_rows(config.max_num_batched_tokens),
+                probe=lambda: self.forward([0], one, [0]),
+            )
         self.graphs = self._decode_graphs()
         self.seconds = {"load": loaded - started, "check_and_cache": time.perf_counter() - loaded}
 
@@ -83,11 +104,18 @@ class ModelRunner:
             budget = CPU_CACHE_BYTES
         return 1 + min(budget // block_bytes, per_sequence * config.max_num_seqs)
 
-    def _backend(self, shapes: list[LayerShape]) -> AttentionBackend:
-        arguments = (shapes, self.num_blocks, self.config.block_size, self.dtype, self.device)
-        name = self.config.attention_backend
-        if name == "torch" or self.config.batch_invariant or (name == "auto" and self.device.type == "cpu"):
-            return TorchAttention(*arguments, exact=self.config.batch_invariant)
+    def _backend(self, shapes: list[LayerShape], num_blocks: int) -> AttentionBackend:
+        arguments = (shapes, num_blocks, self.config.block_size, self.dtype, self.device)
+        name, exact = self.config.attention_backend, self.config.batch_invariant
+        if name == "native" or (name == "auto" and native.serves(*arguments)):
+            return native.NativeAttention(*arguments)
+        if exact and name == "auto" and native.serves(shapes, num_blocks, native.LANES, self.dtype, self.device):
+            raise ValueError(
+                f"batch_invariant needs a block_size that is a multiple of {native.LANES} and divides {CHUNK}, "
+                f"got {self.config.block_size}: a trainer's attention is in such blocks"
+            )
+        if name == "torch" or exact or self.device.type == "cpu":
+            return TorchAttention(*arguments, exact=exact)
         from rollout.model.attention import cuda
 
         return cuda.choose(
@@ -105,7 +133,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int], batch: RaggedBatch, head_rows: list[int]) -> Tensor:
-        """Compute the flat row `token_ids` of `batch`; logits (len(head_rows), vocab) of these rows, model dtype."""
+        """Compute the flat row `token_ids` of `batch`; their logits (len(head_rows), vocab)."""
+        logits = self._compute(token_ids, batch, head_rows)
+        if self.routing is not None:
+            self.routing.store(batch)
+        return logits
+
+    def _compute(self, token_ids: list[int], batch: RaggedBatch, head_rows: list[int]) -> Tensor:
         positions, rows = batch.positions(), len(head_rows)
         if self.graphs is not None and head_rows == list(range(batch.num_tokens)):
             memory = next(self.model.parameters()).data_ptr()  # a graph reads the set of parameters it was captured on
@@ -114,7 +148,10 @@ class ModelRunner:
                 return logits
         self.backend.prepare(batch)
         if self.config.batch_invariant:
-            token_ids, positions, head_rows = fill_up(token_ids), fill_up(positions), fill_up(head_rows)
+            token_ids, positions, head_rows = (fill_up(row, self.dtype) for row in (token_ids, positions, head_rows))
+        if self.device.type == "cpu" and len(token_ids) < FASTEST_ROWS:
+            spare = [0] * (FASTEST_ROWS - len(token_ids))
+            token_ids, positions = token_ids + spare, positions + spare
         inputs = torch.tensor([token_ids, positions], device=self.device)
         head = torch.tensor(head_rows, dtype=torch.long, device=self.device)
         return self._model(inputs[0:1], inputs[1:2], head)[:rows]
@@ -131,3 +168,5 @@ class ModelRunner:
         """Copy cache blocks (source, destination), between two steps."""
         if pairs:
             self.backend.copy_blocks(pairs)
+            if self.routing is not None:
+                self.routing.copy_blocks(pairs)

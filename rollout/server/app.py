@@ -6,11 +6,12 @@ from fastapi import FastAPI
 
 from rollout import __version__
 from rollout.config import EngineConfig, ServerConfig
-from rollout.server.api import control, generate, weights
-from rollout.server.auth import PROBES, BearerAuth
+from rollout.server.api import chat, completions, control, generate, messages, render, text, weights
+from rollout.server.auth import PROBES, BearerAuth, api_keys
 from rollout.server.engine_client import EngineClient
 from rollout.server.errors import install_error_handlers
 from rollout.server.limits import BodyLimit
+from rollout.server.openapi import install_openapi
 from rollout.server.state import Server
 from rollout.server.tokenizer import BackgroundTokenizer
 
@@ -18,13 +19,19 @@ from rollout.server.tokenizer import BackgroundTokenizer
 def create_app(engine: EngineClient, engine_config: EngineConfig, config: ServerConfig) -> FastAPI:
     """The app that serves this engine, which must be ready; its state is `app.state.server`. Needs a running loop."""
     app = FastAPI(title="rollout", version=__version__)
-    tokenizer = BackgroundTokenizer(engine_config.model, enabled=not config.tokens_only)
+    tokenizer = BackgroundTokenizer(engine_config.model, enabled=not (config.tokens_only or config.skip_tokenizer_init))
     server = app.state.server = Server(engine, engine_config, config, tokenizer)
+    if config.max_queued_requests is not None:
+        engine.max_in_flight = engine.info.max_num_seqs + config.max_queued_requests
     app.include_router(control.router)
     app.include_router(weights.router)
-    app.include_router(generate.router if server.scale_out else generate.disabled_router)
+    for api in (completions, chat, messages, text):
+        app.include_router(api.router)
+    for api in (generate, render):
+        app.include_router(api.router if server.scale_out else api.disabled_router)
     install_error_handlers(app)
+    install_openapi(app)
     open_paths = PROBES | ({"/abort_requests"} if config.tokens_only else set())
-    app.add_middleware(BodyLimit)
-    app.add_middleware(BearerAuth, keys=config.api_key, open_paths=open_paths)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.receive_timeout_s)
+    app.add_middleware(BearerAuth, keys=api_keys(config.api_key), open_paths=open_paths)
     return app

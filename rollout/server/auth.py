@@ -1,20 +1,29 @@
-"""Bearer keys. Every path is guarded but the liveness probes; keys are compared in constant time and never logged."""
+"""API keys. Every path is guarded but the liveness probes; keys are compared in constant time and never logged."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout.server.errors import ApiError, error_response
 
 PROBES = frozenset({"/health", "/ping"})
+ENVIRONMENT = ("ROLLOUT_API_KEY", "VLLM_API_KEY")
+
+
+def api_keys(flags: Sequence[str], environment: Mapping[str, str] = os.environ) -> list[str]:
+    """The keys of the flags; without any, those of the environment."""
+    return list(flags) or [environment[name] for name in ENVIRONMENT if environment.get(name)]
 
 
 class BearerAuth:
     """ASGI middleware: answers 401 to a request without one of `keys`, unless its path is in `open_paths`.
+
+    The key is a bearer token, or an `x-api-key` header as Anthropic's clients send it.
 
     Whether the request carried a key is left in `request.state.authenticated` (true where no key is configured), for
     the one open path that does less without it.
@@ -35,13 +44,14 @@ class BearerAuth:
         if authenticated or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
-        message = "This server needs a key: send the header `Authorization: Bearer KEY` with one given by --api-key."
+        message = "This server needs a key: send one that it was started with as `Authorization: Bearer KEY`."
         refusal = ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
         await error_response(refusal)(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = header.partition(b" ")
-        digest = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, always
-        return scheme.lower() == b"bearer" and any(matches)
+        headers = dict(reversed(scope["headers"]))  # of several, the first counts
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        sent = [token.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"").strip()]
+        digests = [hashlib.sha256(key).digest() for key in sent]
+        matches = [hmac.compare_digest(digest, known) for digest in digests for known in self._digests]
+        return any(matches)  # of all of them, always: how long it takes tells nothing

@@ -69,15 +69,24 @@ class RequestStream:
         self.engine_id = engine_id
         self.error: EngineError | None = None
         self._client = client
-        self._unfinished = request.sampling_params.n
+        self._open = set(range(request.sampling_params.n))
         self._pending: list[TokenOutput] = []
         self._wake = asyncio.Event()
 
     def put(self, output: TokenOutput) -> None:
-        """Take one output from the engine."""
+        """Take one output from the engine. Of a choice that has ended, nothing is taken any more."""
+        if output.index not in self._open:
+            return
         self._pending.append(output)
-        self._unfinished -= output.finish_reason is not None
+        if output.finish_reason is not None:
+            self._open.discard(output.index)
         self._wake.set()
+
+    def end_choice(self, index: int) -> None:
+        """End this choice here and in the engine, where that hasn't: its text has completed a stop string."""
+        if index in self._open:
+            self._open.discard(index)
+            self._client.abort_choice(self, index)
 
     def fail(self, error: EngineError) -> None:
         """End the stream with this error, after what came before it."""
@@ -85,9 +94,14 @@ class RequestStream:
         self._wake.set()
 
     @property
+    def num_open(self) -> int:
+        """How many choices have not ended."""
+        return len(self._open)
+
+    @property
     def finished(self) -> bool:
         """True once every choice has ended."""
-        return self._unfinished <= 0
+        return not self._open
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -120,6 +134,7 @@ class EngineClient:
     Once it was ready, a dead engine is restarted, at most `restarts` times in RESTART_WINDOW_S: what was in flight
     fails, and the successor goes on from the last EngineState. `error` is set while there is no engine to talk to,
     `refusal` while there is none that can generate: also where a successor waits for the weights to be pushed again.
+    `max_in_flight` bounds the choices in flight.
     """
 
     def __init__(
@@ -146,6 +161,7 @@ class EngineClient:
         self._lost: EngineError | None = None
         self._stopping = False
         self.error: EngineError | None = None
+        self.max_in_flight: int | None = None
 
     def start(self) -> None:
         """Bind the sockets and spawn the process; returns at once. Needs a running event loop."""
@@ -187,6 +203,19 @@ class EngineClient:
         """Why nothing can be generated now; None where it can."""
         return self.error or self._lost
 
+    @property
+    def in_flight(self) -> int:
+        """How many choices run or wait."""
+        return sum(stream.num_open for stream in self._streams.values())
+
+    def check_room(self, n: int) -> None:
+        """Raise a 503 where a request of `n` choices would be too much."""
+        if self.max_in_flight is not None and (now := self.in_flight) + n > self.max_in_flight:
+            raise EngineError(
+                f"The queue is full: {now} choices run or wait, and with {n} more there would be over "
+                f"{self.max_in_flight} (max_num_seqs + --max-queued-requests). Retry later."
+            )
+
     def submit(self, request: AddRequest) -> RequestStream:
         """Send a request; use the stream as a context manager. Raises EngineError where the engine can't serve it.
 
@@ -194,6 +223,7 @@ class EngineClient:
         """
         if self.refusal is not None:  # it may have come since the request was admitted
             raise self.refusal
+        self.check_room(request.sampling_params.n)
         engine_id = str(next(self._ids))
         stream = RequestStream(self, request, engine_id)
         self._send(msgspec.structs.replace(request, request_id=engine_id))
@@ -206,6 +236,12 @@ class EngineClient:
         if not stream.finished and self.error is None:
             with contextlib.suppress(EngineError):
                 self._send(AbortRequests([stream.engine_id], silent=True))
+
+    def abort_choice(self, stream: RequestStream, index: int) -> None:
+        """End one choice of a request in the engine; it says nothing more of it."""
+        if self.error is None:
+            with contextlib.suppress(EngineError):
+                self._send(AbortRequests([stream.engine_id], index=index, silent=True))
 
     def abort(self, request_ids: Collection[str] | None) -> int:
         """End these requests (all, where None) with finish_reason "abort". Returns how many were in flight."""

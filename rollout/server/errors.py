@@ -70,7 +70,8 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ParameterError):
         return ApiError(400, str(error), param=error.param)
     if isinstance(error, EngineError):
-        return ApiError(error.status, str(error), param=error.param)
+        headers = {"Retry-After": "1"} if error.status == 503 else None
+        return ApiError(error.status, str(error), param=error.param, headers=headers)
     return ApiError(500, f"The server failed on this request: {type(error).__name__}. Its log has the traceback.")
 
 

@@ -62,9 +62,13 @@ def _bind(host: str, port: int) -> socket.socket:
 async def _serve(
     engine_config: EngineConfig, config: ServerConfig, listener: socket.socket, target: EngineTarget, started: float
 ) -> int:
-    told_to_stop = asyncio.Event()
+    told_to_stop, told_again = asyncio.Event(), asyncio.Event()
+
+    def tell() -> None:
+        (told_again if told_to_stop.is_set() else told_to_stop).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, told_to_stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, tell)
     stopping = asyncio.create_task(told_to_stop.wait())
     engine = EngineClient(
         engine_config,
@@ -84,7 +88,8 @@ async def _serve(
             loading.cancel()
             return 0
         loading.result()
-        await _serve_http(create_app(engine, engine_config, config), engine, config, listener, stopping, started)
+        app = create_app(engine, engine_config, config)
+        await _serve_http(app, engine, config, listener, stopping, told_again, started)
         return 0
     except EngineError as error:
         print(f"rollout: {error}", file=sys.stderr)
@@ -100,9 +105,10 @@ async def _serve_http(
     config: ServerConfig,
     listener: socket.socket,
     stopping: asyncio.Task[bool],
+    hurry: asyncio.Event,
     started: float,
 ) -> None:
-    http = _http_server(app, config)
+    http = http_server(app, config)
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     while not http.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -113,15 +119,29 @@ async def _serve_http(
         flush=True,
     )
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-    app.state.server.stopping = True
+    app.state.server.stopping = True  # new requests get a 503 from here on
+    await _drain(engine, config.shutdown_timeout, hurry)
     http.should_exit = True
     with contextlib.suppress(EngineError):
         engine.abort(None)
     await serving
 
 
-def _http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+async def _drain(engine: EngineClient, timeout_s: float, hurry: asyncio.Event) -> None:
+    """Wait until nothing is in flight, the time is up, or a second signal comes."""
+    deadline = time.monotonic() + timeout_s
+    while engine.error is None and engine.in_flight and time.monotonic() < deadline and not hurry.is_set():
+        await asyncio.sleep(0.02)
+
+
+def http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
+    """The HTTP server of this app; it leaves signals alone."""
     import uvicorn
+
+    from rollout.server.limits import PromptProtocol
+
+    class Protocol(PromptProtocol):
+        timeout_s = config.receive_timeout_s
 
     class HttpServer(uvicorn.Server):
         @contextlib.contextmanager
@@ -131,6 +151,7 @@ def _http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
     return HttpServer(
         uvicorn.Config(
             app,
+            http=Protocol,
             log_level=config.uvicorn_log_level,
             access_log=False,
             lifespan="off",

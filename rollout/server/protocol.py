@@ -5,15 +5,16 @@ Key sets and their order are those of a vLLM server; `epoch` and `kv` of a span 
 
 from __future__ import annotations
 
-from array import array
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, field_validator, model_validator
 
-from rollout.outputs import FinishReason, WeightVersionSpan
+from rollout.outputs import FinishReason, IdArray, WeightVersionSpan
 from rollout.sampling_params import SamplingParams
+from rollout.server.body import Body
 
 OutputMode = Literal["tokens", "text"]
 
@@ -44,7 +45,23 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerateRequest(BaseModel):
+class PlaceholderRange(BaseModel):
+    """Where one item's placeholder tokens are in the prompt."""
+
+    offset: Annotated[int, Field(ge=0)]
+    length: Annotated[int, Field(gt=0)]
+
+
+class MultiModalFeatures(BaseModel):
+    """What a render step says of a prompt's images, sounds and videos, by modality, one entry an item."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[PlaceholderRange]]
+    kwargs_data: dict[str, list[str | None]] | None = None
+    mm_metadata: dict[str, list[str | None]] | None = None
+
+
+class GenerateRequest(Body):
     """A prompt of token ids and how to continue it. Unknown fields are ignored."""
 
     token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)]
@@ -53,14 +70,14 @@ class GenerateRequest(BaseModel):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
-    features: Any = None
-    content_parts: Any = None
+    features: MultiModalFeatures | None = None
+    content_parts: list[dict[str, Any]] | None = None
     request_id: Text | None = None
     model: Text | None = None
     cache_salt: Text | None = None
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
-    kv_transfer_params: Any = None
-    ec_transfer_params: Any = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
 
     @field_validator("token_ids")
     @classmethod
@@ -71,7 +88,7 @@ class GenerateRequest(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> GenerateRequest:
-        if self.features is not None and self.content_parts is not None:
+        if self.features is not None and self.content_parts:
             raise ValueError("content_parts and features are mutually exclusive")
         if self.output_mode == "text" and not self.sampling_params.detokenize:
             raise ValueError("output_mode='text' requires sampling_params.detokenize to be true")
@@ -113,6 +130,32 @@ class Logprobs(msgspec.Struct):
     content: list[SampledLogprob]
 
 
+class TextTopLogprob(msgspec.Struct):
+    """One candidate at one position, as text.
+
+    `bytes` are the token's own, also where it is only part of a character, and null where `token` is `token_id:N`.
+    """
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TextLogprob(msgspec.Struct):
+    """The sampled token at one position, as text; `top_logprobs` names it first, then the others by rank."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TextTopLogprob]
+
+
+class TextLogprobs(msgspec.Struct):
+    """One entry a token, in the shape of chat completions."""
+
+    content: list[TextLogprob]
+
+
 class PromptLogprob(msgspec.Struct):
     """One candidate at one prompt position, under its token id."""
 
@@ -128,16 +171,31 @@ class Choice(msgspec.Struct):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     token_ids: list[int]
-    routed_experts: None
-    sampling_mask: list[array[int] | None] | None
+    routed_experts: str | None
+    sampling_mask: list[IdArray | None] | None
     weight_versions: list[WeightVersionSpan] | None
     logprobs: Logprobs | None
 
 
+class TextChoice(msgspec.Struct):
+    """One continuation with its text, or in a stream what is new of both."""
+
+    index: int
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    token_ids: list[int]
+    routed_experts: str | None
+    sampling_mask: list[IdArray | None] | None
+    weight_versions: list[WeightVersionSpan] | None
+    text: str
+    logprobs: TextLogprobs | None
+
+
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
+C = TypeVar("C", bound=Choice | TextChoice)
 
 
-class GenerateResponse(msgspec.Struct, kw_only=True):
+class GenerateResponse(msgspec.Struct, Generic[C], kw_only=True):
     """The whole answer. The fields that are always null belong to what this server doesn't do."""
 
     request_id: str
@@ -152,10 +210,10 @@ class GenerateResponse(msgspec.Struct, kw_only=True):
     kv_transfer_params: None = None
     ec_transfer_params: None = None
     output_mode: OutputMode = "tokens"
-    choices: list[Choice]
+    choices: Sequence[C]
 
 
-class GenerateChunk(msgspec.Struct, kw_only=True):
+class GenerateChunk(msgspec.Struct, Generic[C], kw_only=True):
     """One event of a stream. What concerns the prompt comes with the first one only."""
 
     request_id: str
@@ -163,4 +221,4 @@ class GenerateChunk(msgspec.Struct, kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     output_mode: OutputMode = "tokens"
-    choices: list[Choice]
+    choices: Sequence[C]

@@ -47,7 +47,8 @@ class Server:
         return Metrics(self.model_name)
 
     def check_accepting(self) -> None:
-        """Raise a 503 where a new request can't be taken: no engine or no weights, an abort or wait pause, stopping."""
+        """Raise a 503 where a new request can't be taken: no engine or no weights, an abort or wait pause, stopping,
+        a full queue."""
         if self.engine.refusal is not None:
             raise self.engine.refusal
         reason = None
@@ -57,6 +58,7 @@ class Server:
             reason = f"Generation is paused (mode={self.pause_mode}); retry after POST /resume."
         if reason is not None:
             raise ApiError(503, reason, headers={"Retry-After": "1"})
+        self.engine.check_room(1)
 
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for a model that is not the one served (by its served name or its path)."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from rollout.sampling_params import ParameterError
+from rollout.server.detokenizer import Vocabulary
+from rollout.server.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ class BackgroundTokenizer:
 
     def __init__(self, model: str, *, enabled: bool) -> None:
         self._model = model
-        self._loaded: Future[Any] = Future()
+        self._loaded: Future[Vocabulary | None] = Future()
         if enabled:  # on a daemon thread, not on asyncio's pool: the end of the loop would wait for that
             threading.Thread(target=self._load, name="tokenizer", daemon=True).start()
         else:
@@ -39,14 +40,23 @@ class BackgroundTokenizer:
 
     def _load(self) -> None:
         try:
-            self._loaded.set_result(_load(self._model))
+            self._loaded.set_result(Vocabulary(_load(self._model)))
         except Exception as error:  # whatever transformers raises on such a folder: token ids need no tokenizer
             logger.warning("No tokenizer for %s, so only token ids are served: %s", self._model, error)
             self._loaded.set_result(None)
 
     async def get(self) -> Any:
-        """The tokenizer once it is loaded. Raises TimeoutError after two minutes."""
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._loaded)), _LOAD_TIMEOUT_S)
+        """The tokenizer once it is loaded. Raises as `vocabulary` does."""
+        vocabulary = await self.vocabulary()
+        return None if vocabulary is None else vocabulary.tokenizer
+
+    async def vocabulary(self) -> Vocabulary | None:
+        """What its ids stand for; None where there is no tokenizer. Raises a 503 while it loads for two minutes."""
+        try:
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._loaded)), _LOAD_TIMEOUT_S)
+        except TimeoutError:
+            message = f"The tokenizer was not loaded within {_LOAD_TIMEOUT_S:g} s; retry."
+            raise ApiError(503, message, headers={"Retry-After": "10"}) from None
 
 
 def bad_words_token_ids(tokenizer: Any, bad_words: list[str]) -> list[list[int]]:
@@ -68,12 +78,3 @@ def bad_words_token_ids(tokenizer: Any, bad_words: list[str]) -> list[list[int]]
         if spaced[0] != bare[0] and len(spaced) == len(bare):
             sequences.append(spaced)
     return sequences
-
-
-async def decode_each(tokenizer: Any, token_ids: Iterable[int]) -> dict[int, str | None]:
-    """The text of each of these ids by itself; None for each without a tokenizer."""
-    unique = sorted(set(token_ids))
-    if tokenizer is None:
-        return dict.fromkeys(unique)
-    texts = await asyncio.to_thread(tokenizer.batch_decode, [[token_id] for token_id in unique])
-    return dict(zip(unique, texts, strict=True))

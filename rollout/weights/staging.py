@@ -187,7 +187,7 @@ class Staging:
             work()
 
     def check(self, *, partial: bool, progress: Callable[[], None], checksums: dict[str, str] | None = None) -> None:
-        """Make the set whole, or raise WeightUpdateError 400 that names the missing, differing or non-finite tensors.
+        """Make the set whole and ready to serve, or raise WeightUpdateError 400, naming what is wrong.
 
         A partial update is completed from the live set. `progress` is called now and then.
         """
@@ -209,6 +209,7 @@ class Staging:
                     400, f"{name} is tied to {slot} in this model, but other values came for it; untie neither or both"
                 )
             progress()
+        self._store.prepare(self.buffers)
 
     def _compare(self, checksums: dict[str, str] | None) -> None:
         received, sent = self._sums or {}, checksums or {}

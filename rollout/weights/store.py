@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -22,14 +22,20 @@ class WeightStore:
     the engine's thread, between two steps; all else may run beside decoding. Staging is a second set of parameters,
     allocated at the first update; a commit makes the old live set the next staging. In place, the live set is itself
     the staging: `valid` is False, and no forward pass may run, from then until a commit (or until the update is
-    dropped, if it wrote nothing).
+    dropped, if it wrote nothing). `prepare` is called with each complete set, by module name, before it is committed.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, allow_partial: bool = False, weight_staging: WeightStaging = "full"
+        self,
+        model: PreTrainedModel,
+        *,
+        allow_partial: bool = False,
+        weight_staging: WeightStaging = "full",
+        prepare: Callable[[dict[str, torch.Tensor]], None] = lambda buffers: None,
     ) -> None:
         self.allow_partial = allow_partial
         self.weight_staging = weight_staging
+        self.prepare = prepare
         self.epoch = 0
         self.label = "default"
         self.valid = True

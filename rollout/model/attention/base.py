@@ -128,6 +128,11 @@ def serving(backend: AttentionBackend) -> Iterator[None]:
         _serving.reset(token)
 
 
+def current_backend() -> AttentionBackend | None:
+    """The backend that serves the forward pass under way; None outside of one."""
+    return _serving.get(None)
+
+
 def attention_forward(
     module: nn.Module,
     query: Tensor,

@@ -79,10 +79,10 @@ async def models(server: ServerDep) -> dict[str, Any]:
 @router.get("/server_info")
 async def server_info(server: ServerDep) -> dict[str, Any]:
     """The part of vLLM's configuration that trainers read (TRL asks for it with `config_format=json`)."""
-    info = server.engine.info
+    info, mode = server.engine.info, server.engine_config.logprobs_mode
     return {
         "vllm_config": {
-            "model_config": {"dtype": f"torch.{info.dtype}"},
+            "model_config": {"dtype": f"torch.{info.dtype}", "logprobs_mode": mode},
             "lora_config": None,
             "parallel_config": {"data_parallel_size": 1},
             "weight_transfer_config": {"backend": "nccl" if info.device.startswith("cuda") else "gloo"},

@@ -1,0 +1,163 @@
+"""TRL's AsyncGRPOTrainer, as it comes from PyPI, against `rollout serve`, on a CPU.
+
+    pip install 'rollout[trl]'
+    python examples/trl_async_grpo.py --model path/to/model --max-steps 30 --output trl-output
+
+Teaches the demo's task: an answer of exactly ten words. Starts its own server; requests are in flight all the time, and
+each optimizer step pushes its weights into them without a pause.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import datasets
+import torch
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+from rollout.demo import task
+from rollout.demo.server import serve
+from trainer_bridge.integrations.trl import RolloutWorker, WeightTransfer, log_gap
+
+GAP = "sampling/sampling_logp_difference/mean"
+
+
+class TenWords:
+    """The demo's reward, as TRL calls it."""
+
+    __name__ = "ten_words"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, *, completion_ids: list[list[int]], **_: Any) -> list[float]:
+        """One reward an answer; one that was cut off gets none."""
+        texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        ended = [ids[-1] == self._tokenizer.eos_token_id for ids in completion_ids]
+        return [task.reward(text, finished) for text, finished in zip(texts, ended, strict=True)]
+
+
+class Report(TrainerCallback):
+    """One line a step, and all of TRL's numbers for the plot."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """TRL logs once a step, and once more at the end, without a reward."""
+        if logs and "reward" in logs:
+            self.steps.append(logs)
+            print(
+                f"step {state.global_step:3}  reward {logs['reward']:.3f}  gap {logs[GAP]:.5f}  "
+                f"staleness {logs['sample/staleness_mean']:.2f}  crossed by a push {logs['version/mixed_frac']:.0%}",
+                flush=True,
+            )
+
+
+def main() -> None:
+    """Train, print, and leave the numbers and a plot in --output."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a transformers folder with a tokenizer")
+    parser.add_argument("--max-steps", type=int, default=30)
+    parser.add_argument("--output", type=Path, help="a folder for log.json, reward.png and the server's log")
+    parser.add_argument("--learning-rate", type=float, default=3e-5)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        train(options, options.output or Path(scratch))
+
+
+def train(options: argparse.Namespace, output: Path) -> None:
+    """A server, a trainer on it, `options.max_steps` steps."""
+    output.mkdir(parents=True, exist_ok=True)
+    transformers.utils.logging.disable_progress_bar()
+    server_threads = max(1, (os.cpu_count() or 2) // 2)
+    torch.set_num_threads(server_threads)
+    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    flags = ["--tokens-only", "--device", "cpu", "--dtype", "float32", "--num-threads", str(server_threads)]
+    flags += ["--logprobs-mode", "processed_logprobs", "--kv-policy", "recompute", "--max-model-len", "512"]
+    with serve(Path(options.model), output / "server.log", *flags) as url:
+        args = AsyncGRPOConfig(
+            str(output / "checkpoints"),
+            vllm_server_base_url=url,
+            max_steps=options.max_steps,
+            learning_rate=options.learning_rate,
+            adam_beta2=0.95,
+            num_generations=8,
+            max_completion_length=24,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=4,  # four groups a step
+            token_budget=0,  # micro-batches of a fixed number of samples
+            max_inflight_tasks=24,
+            max_staleness=3,
+            queue_maxsize=32,
+            epsilon_high=0.28,
+            bf16=False,
+            use_cpu=True,
+            gradient_checkpointing=False,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            seed=options.seed,
+        )
+        dataset = datasets.Dataset.from_list([{"prompt": prompt(tokenizer, question)} for question in task.QUESTIONS])
+        report = Report()
+        trainer = AsyncGRPOTrainer(
+            options.model,
+            args=args,
+            train_dataset=dataset,
+            processing_class=tokenizer,
+            callbacks=[report],
+            weight_transfer=WeightTransfer(args),
+            rollout_worker=RolloutWorker(args, dataset.shuffle(options.seed), TenWords(tokenizer), tokenizer),
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        log_gap(trainer)
+        trainer.train()
+    (output / "log.json").write_text(json.dumps(report.steps, indent=2) + "\n")
+    quarter = max(1, len(report.steps) // 4)
+    first, last = mean("reward", report.steps[:quarter]), mean("reward", report.steps[-quarter:])
+    print(
+        f"reward {first:.3f} (first quarter of the steps) -> {last:.3f} (last), mean gap {mean(GAP, report.steps):.5f}"
+    )
+    if options.output:
+        plot(report.steps, output / "reward.png")
+
+
+def prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> Any:
+    """Messages, or plain text for a model that has no chat template."""
+    if tokenizer.chat_template is None:
+        return question
+    return [{"role": "system", "content": task.SYSTEM}, {"role": "user", "content": question}]
+
+
+def mean(key: str, steps: list[dict[str, Any]]) -> float:
+    """Over steps."""
+    return sum(step[key] for step in steps) / len(steps)
+
+
+def plot(steps: list[dict[str, Any]], path: Path) -> None:
+    """Reward, gap and staleness over steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    for axes, key in zip(figure.subplots(1, 3), ("reward", GAP, "sample/staleness_mean"), strict=True):
+        axes.plot(range(1, len(steps) + 1), [step[key] for step in steps], marker="o", markersize=3)
+        axes.set(title=key, xlabel="step")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+if __name__ == "__main__":
+    main()

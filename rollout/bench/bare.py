@@ -1,0 +1,46 @@
+"""A load on an engine of this process: no HTTP, no messages."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from typer.main import get_command
+
+from rollout.bench.loads import Load
+from rollout.cli import config_from, flags_of
+from rollout.config import EngineConfig
+from rollout.engine.engine import Engine
+from rollout.messages import AddRequest
+from rollout.sampling_params import SamplingParams
+
+
+def engine_config(model: Path, flags: Sequence[str]) -> EngineConfig:
+    """The configuration that `rollout serve MODEL FLAGS` gives its engine.
+
+    Raises click's UsageError for a flag that an engine doesn't have.
+    """
+
+    def parse(**values: Any) -> EngineConfig:
+        return config_from(EngineConfig, values)
+
+    parameters = flags_of(EngineConfig)
+    parse.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    parse.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    app = typer.Typer(add_completion=False)
+    app.command(add_help_option=False)(parse)
+    return get_command(app).main([str(model), *flags], standalone_mode=False)
+
+
+def run(engine: Engine, load: Load, prompts: Sequence[list[int]], step: Callable[[], Any] | None = None) -> int:
+    """Run a load to its end; the number of tokens sampled. `step` is called in place of `engine.step`."""
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(n=load.n, max_tokens=load.max_tokens, ignore_eos=True)
+        engine.add_request(AddRequest(request_id=f"bench-{number}", prompt_token_ids=prompt, sampling_params=params))
+    before = engine.stats["sampled_tokens"]
+    while engine.has_work:
+        (step or engine.step)()
+    return engine.stats["sampled_tokens"] - before

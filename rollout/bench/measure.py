@@ -1,0 +1,175 @@
+"""Rounds of a load against one server or two in turn, and what their figures are."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout.bench.loads import Load, Server
+from trainer_bridge.client import AsyncRolloutClient
+
+TIMEOUT_S = 3600.0
+"""Longest wait for bytes of one answer: one that isn't streamed comes when its last token is sampled."""
+
+
+class ShortAnswerError(RuntimeError):
+    """A server did not sample what it was asked for."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, smallest and largest of some measurements."""
+
+    median: float
+    min: float
+    max: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        return Spread(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Round:
+    """One run of a load. Times in seconds; `first_tokens`: from the start to each request's first token, if streamed.
+
+    `client_cpu_seconds` is what this process took of the machine meanwhile.
+    """
+
+    seconds: float
+    prompt_tokens: int
+    output_tokens: int
+    client_cpu_seconds: float
+    first_tokens: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+@dataclass(frozen=True)
+class Result:
+    """The rounds of a load against one server."""
+
+    server: Server
+    rounds: list[Round]
+
+    @property
+    def tokens_per_second(self) -> Spread:
+        return Spread.of([r.tokens_per_second for r in self.rounds])
+
+    @property
+    def all_tokens_per_second(self) -> Spread:
+        """Those of the prompts included; a group's prompt counts once."""
+        return Spread.of([(r.prompt_tokens + r.output_tokens) / r.seconds for r in self.rounds])
+
+    @property
+    def first_token(self) -> Spread | None:
+        """Over the requests of all rounds, in seconds; None where nothing was streamed."""
+        times = [when for r in self.rounds for when in r.first_tokens]
+        return Spread.of(times) if times else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A load's results, one a server, in the order the servers were given."""
+
+    load: Load
+    results: list[Result]
+
+    @property
+    def ratio(self) -> Spread | None:
+        """The first server's tokens/s over the second's: of the medians, and the extremes of single rounds in turn."""
+        if len(self.results) < 2:
+            return None
+        first, second = self.results
+        ratios = [a.tokens_per_second / b.tokens_per_second for a, b in zip(first.rounds, second.rounds, strict=True)]
+        return Spread(first.tokens_per_second.median / second.tokens_per_second.median, min(ratios), max(ratios))
+
+
+def compare(
+    load: Load, servers: Sequence[Server], *, rounds: int, warmup: int, seed: int, on_answer: Callable[[], None]
+) -> Comparison:
+    """Warm up each server, then run `rounds` against them in turn; the one that begins alternates.
+
+    All servers get prompts of the same lengths, and none gets a prompt twice, so that no prefix cache helps.
+    `on_answer` is called at each finished request. Raises RolloutError, and ShortAnswerError where an answer lacks
+    tokens.
+    """
+    for server in servers:
+        if server.max_model_len is not None and load.context > server.max_model_len:
+            raise ValueError(
+                f"load {load.name!r} has contexts of up to {load.context} tokens, but {server.url} takes "
+                f"{server.max_model_len}: serve with a larger --max-model-len, or leave the load out"
+            )
+    measured: list[list[Round]] = [[] for _ in servers]
+    for number in range(warmup + rounds):
+        order = list(enumerate(servers))
+        for index, server in order if number % 2 == 0 else reversed(order):
+            prompts = load.prompts(seed, number, server.vocab_size, copy=index)
+            measurement = asyncio.run(run_round(load, server, prompts, on_answer))
+            if number >= warmup:
+                measured[index].append(measurement)
+    return Comparison(load, [Result(server, r) for server, r in zip(servers, measured, strict=True)])
+
+
+async def run_round(
+    load: Load, server: Server, prompts: Sequence[Sequence[int]], on_answer: Callable[[], None] = lambda: None
+) -> Round:
+    """Send all prompts at once and wait for the last answer."""
+    ask = _stream if load.stream else _whole
+    async with AsyncRolloutClient(server.url, api_key=server.api_key, timeout_s=TIMEOUT_S) as client:
+        cpu, began = time.process_time(), time.perf_counter()
+
+        async def one(prompt: Sequence[int]) -> float | None:
+            first = await ask(client, load, prompt)
+            on_answer()
+            return None if first is None else first - began
+
+        tasks = [asyncio.ensure_future(one(prompt)) for prompt in prompts]
+        try:
+            first_tokens = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    return Round(
+        seconds,
+        prompt_tokens=sum(map(len, prompts)),
+        output_tokens=load.output_tokens,
+        client_cpu_seconds=cpu,
+        first_tokens=[when for when in first_tokens if when is not None],
+    )
+
+
+def _params(load: Load) -> dict[str, Any]:
+    return {"max_tokens": load.max_tokens, "n": load.n, "temperature": 1.0, "ignore_eos": True}
+
+
+async def _whole(client: AsyncRolloutClient, load: Load, prompt: Sequence[int]) -> None:
+    answer = await client.generate(prompt, _params(load))
+    _check(client, load, [len(choice.token_ids) for choice in answer.choices])
+
+
+async def _stream(client: AsyncRolloutClient, load: Load, prompt: Sequence[int]) -> float:
+    """Returns when the first token came."""
+    first, counts = 0.0, [0] * load.n
+    async for event in client.stream(prompt, _params(load)):
+        for choice in event.choices:
+            if choice.token_ids and not first:
+                first = time.perf_counter()
+            counts[choice.index] += len(choice.token_ids)
+    _check(client, load, counts)
+    return first
+
+
+def _check(client: AsyncRolloutClient, load: Load, counts: list[int]) -> None:
+    if counts != [load.max_tokens] * load.n:
+        raise ShortAnswerError(
+            f"{client.base_url} was asked for {load.n} x {load.max_tokens} tokens (load {load.name!r}, ignore_eos) and "
+            f"sampled {counts}: its throughput can't be compared"
+        )

@@ -1,0 +1,179 @@
+"""Faster ways to compute what a model's own modules compute on a CPU. The forward pass stays transformers' code.
+
+Norms and rotary embeddings are replaced bit for bit: each replacement is tried against what it replaces when the model
+is loaded, and only taken where all bits are equal. Linear layers are computed as `products.py` defines, which
+`trainer_bridge.exact` does likewise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from rollout.model.attention.base import current_backend
+from rollout.model.attention.native import NativeAttention
+from rollout.model.native import SUFFIXES, address, library
+from rollout.model.products import PackedWeight, serves_linear
+
+TRIED = (1, 5, 64)
+"""Numbers of rows that a replacement is tried on."""
+JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Layers of one module that transformers' code applies to the same input, one after another."""
+
+
+class PackedWeights:
+    """The packed weights of a model's linear layers, for each set of parameters that may serve.
+
+    Layers with one input are one product. A product finds its weight by the address of its first parameter, so that a
+    flip to another set of parameters needs no work here, as long as that set went through `pack` before.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._packed: dict[int, PackedWeight] = {}
+        self._products: list[list[nn.Linear]] = []
+        self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}  # a tied one's first name
+        head = model.get_output_embeddings()
+        if serves_linear(head):
+            self._products.append([head])
+            head.forward = lambda x: self._of(head).multiply(x, torch.float32)
+        taken: set[Any] = {head}
+        for module in model.modules():
+            groups: list[list[Any]] = [[getattr(module, name, None) for name in names] for names in JOINED]
+            for layers in [*groups, [module]]:
+                if all(serves_linear(layer) for layer in layers) and taken.isdisjoint(layers):
+                    taken.update(layers)
+                    self._join(layers)
+        self.pack({name: parameter.data for parameter, name in self._names.items()})
+
+    def pack(self, weights: Mapping[str, Tensor]) -> None:
+        """Pack a whole set of parameters, by module name. On any thread, while the model computes with another."""
+        live = {layers[0].weight.data_ptr() for layers in self._products}
+        fresh = {}
+        for layers in self._products:
+            tensors = [weights[self._names[layer.weight]] for layer in layers]
+            biases = [weights[self._names[layer.bias]] for layer in layers if layer.bias is not None]
+            fresh[tensors[0].data_ptr()] = PackedWeight.of(tensors, biases)
+        self._packed = {at: packed for at, packed in self._packed.items() if at in live} | fresh
+
+    def _of(self, layer: nn.Linear) -> PackedWeight:
+        return self._packed[layer.weight.data_ptr()]
+
+    def _join(self, layers: list[nn.Linear]) -> None:
+        """Compute all layers when the first one is called; the others hand out their share."""
+        self._products.append(layers)
+        widths = [layer.out_features for layer in layers]
+        shares: list[Tensor] = []
+
+        def first(x: Tensor) -> Tensor:
+            y = self._of(layers[0]).multiply(x)
+            if len(widths) > 1:
+                shares[:] = torch.split_with_sizes(y, widths, -1)
+                y = shares[0]
+            return y
+
+        def other(number: int) -> Callable[[Tensor], Tensor]:
+            return lambda x: shares[number]
+
+        for number, layer in enumerate(layers):
+            layer.forward = other(number) if number else first  # type: ignore[method-assign, assignment]
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Root-mean-square norms in three operations instead of eight."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            fused = _norm(module)
+            if fused is not None and _same(module.forward, fused, module.weight):  # type: ignore[arg-type]
+                module.forward = fused  # type: ignore[method-assign, assignment]
+
+
+def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    kernels, suffix = library(), SUFFIXES.get(module.weight.dtype)  # type: ignore[arg-type]
+    if kernels is None or suffix is None or module.weight.device.type != "cpu":  # type: ignore[union-attr]
+        return None
+    square, scale_rows = getattr(kernels, f"square_{suffix}"), getattr(kernels, f"scale_rows_{suffix}")
+    stock, epsilon = module.forward, ctypes.c_float(module.variance_epsilon)  # type: ignore[arg-type]
+
+    def forward(x: Tensor) -> Tensor:
+        weight: Tensor = module.weight  # type: ignore[assignment]
+        if x.dtype != weight.dtype or not x.is_contiguous():
+            return stock(x)
+        width = x.shape[-1]
+        squares, y = torch.empty(x.shape), torch.empty_like(x)
+        square(address(x), address(squares), ctypes.c_int64(x.numel()))
+        means = squares.mean(-1)  # ATen's own order of summation
+        rows = ctypes.c_int64(x.numel() // width)
+        scale_rows(address(x), address(means), address(weight), epsilon, address(y), rows, width)
+        return y
+
+    return forward
+
+
+@torch.inference_mode()
+def _same(stock: Callable[[Tensor], Tensor], fused: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
+    for rows in TRIED:
+        x = (3 * torch.randn(1, rows, weight.shape[0])).to(weight.dtype)
+        if not torch.equal(stock(x), fused(x)):
+            return False
+    return True
+
+
+def fuse_rotary(model: nn.Module) -> None:
+    """Rotary embeddings in two operations instead of ten, for the models whose module has the usual function.
+
+    The function belongs to all models of the kind in this process: outside of an engine's forward pass it stays stock.
+    """
+    for module in model.modules():
+        source = sys.modules[type(module).__module__]
+        stock = getattr(source, "apply_rotary_pos_emb", None)
+        if stock is None or getattr(stock, "fused", False) or not hasattr(module, "head_dim") or library() is None:
+            continue
+        if _same_rotation(stock, module.head_dim):  # type: ignore[arg-type]
+            source.apply_rotary_pos_emb = _fused_rotary(stock)  # type: ignore[attr-defined]
+
+
+def _fused_rotary(stock: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def apply_rotary_pos_emb(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1, **other: Any
+    ) -> tuple[Tensor, Tensor]:
+        usual = not other and unsqueeze_dim == 1 and isinstance(current_backend(), NativeAttention) and len(q) == 1
+        usual = usual and cos.shape == (1, q.shape[2], q.shape[3]) and cos.is_contiguous() and sin.is_contiguous()
+        if not usual or any(t.dtype != q.dtype or t.stride(-1) != 1 for t in (q, k, cos, sin)):
+            return stock(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, **other)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+    apply_rotary_pos_emb.fused = True  # type: ignore[attr-defined]
+    return apply_rotary_pos_emb
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """x (1, heads, tokens, dim) turned by the angles of cosine and sine (1, tokens, dim)."""
+    _, heads, tokens, dim = x.shape
+    y = torch.empty(1, tokens, heads, dim, dtype=x.dtype)
+    strides = ctypes.c_int64(x.stride(1)), ctypes.c_int64(x.stride(2))
+    rotate = getattr(library(), f"rotate_{SUFFIXES[x.dtype]}")
+    rotate(address(x), *strides, address(cosine), address(sine), address(y), heads, tokens, dim)
+    return y.transpose(1, 2)
+
+
+@torch.inference_mode()
+def _same_rotation(stock: Callable[..., tuple[Tensor, Tensor]], dim: int) -> bool:
+    for dtype in SUFFIXES:
+        for tokens in TRIED:
+            q, k = (torch.randn(1, tokens, heads, dim).to(dtype).transpose(1, 2) for heads in (3, 2))
+            angle = torch.randn(1, tokens, dim)
+            cosine, sine = angle.cos().to(dtype), angle.sin().to(dtype)
+            try:
+                expected = stock(q, k, cosine, sine)
+            except (RuntimeError, TypeError):  # another function of this name
+                return False
+            turned = _rotate(q, cosine, sine), _rotate(k, cosine, sine)
+            if not all(torch.equal(a, b) for a, b in zip(expected, turned, strict=True)):
+                return False
+    return True

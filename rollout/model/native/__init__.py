@@ -1,0 +1,89 @@
+"""The native kernels: compiled once on the user's machine, for its instruction set, and kept in the cache folder.
+
+Without a C++ compiler, or on a machine where the build fails, everything runs in plain torch, slower.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+SOURCE = Path(__file__).with_name("kernels.cpp")
+FLAGS = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "-Wno-psabi", "-ffp-contract=off"]
+BUILD_TIMEOUT_S = 120
+SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+"""The dtypes that the kernels know, and what their names end in."""
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The kernels, built if they haven't been; None where they can't be, or where ROLLOUT_NATIVE=0 forbids them."""
+    if os.environ.get("ROLLOUT_NATIVE") == "0":
+        return None
+    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        logger.warning("No C++ compiler (c++) was found: attention runs in plain torch, several times slower.")
+        return None
+    try:
+        return ctypes.CDLL(str(_built(compiler)))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
+        logger.warning("The native kernels can't be built, plain torch is used instead, slower: %s", detail)
+        return None
+
+
+def _built(compiler: str) -> Path:
+    """The shared library for this source, compiler and machine."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    identity = "\0".join([SOURCE.read_text(), *FLAGS, version, _instruction_set()])
+    folder = Path(os.environ.get("ROLLOUT_CACHE", "~/.cache/rollout")).expanduser() / "native"
+    path = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / path.name
+            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=BUILD_TIMEOUT_S)
+            made.replace(path)  # at once: another process may be doing the same
+    return path
+
+
+def _instruction_set() -> str:
+    """What the processor can do: a cache folder may be shared by machines of several kinds."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
+
+
+def address(tensor: torch.Tensor) -> ctypes.c_void_p:
+    """Where the tensor's elements lie, as the kernels take it. The caller keeps the tensor alive."""
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, not yet written to, whose memory will come in huge pages where the system has them."""
+    kernels = library()
+    if kernels is not None and tensor.device.type == "cpu":
+        kernels.use_huge_pages(address(tensor), ctypes.c_int64(tensor.nbytes))
+    return tensor
+
+
+def keep_freed_memory() -> None:
+    """Have this process keep what a step frees for the next one, instead of getting cleared pages each time."""
+    kernels = library()
+    if kernels is not None:
+        kernels.keep_freed_memory()

@@ -1,0 +1,507 @@
+// The few loops of a decode step that no library has: attention over a paged cache, and what lies between products.
+//
+// Every function computes each row by itself, in an order that depends on the row alone: how rows are tiled, threaded
+// or batched never changes a bit. Vectors are 16 floats wide on every machine; the compiler splits them where it must.
+//
+// Partial softmax: Milakov and Gimelshein, arXiv:1805.02867. exp: Cephes' expf.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+#ifdef __linux__
+#include <malloc.h>
+#include <sys/mman.h>
+#endif
+
+namespace {
+
+constexpr int LANES = 16;
+constexpr int CHUNK = 128;  // positions whose softmax is taken at once; aligned to multiples of it
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint16_t bf16;
+
+inline Floats load(const float* at) { Floats v; std::memcpy(&v, at, sizeof v); return v; }
+inline void store(float* at, Floats v) { std::memcpy(at, &v, sizeof v); }
+inline Floats all(float x) { return Floats{} + x; }
+// a * b + c, rounded once where the processor can. Elsewhere nothing is contracted: see FLAGS.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    typedef float Half __attribute__((vector_size(32)));
+    Half x[2], y[2], z[2];
+    std::memcpy(x, &a, sizeof a); std::memcpy(y, &b, sizeof b); std::memcpy(z, &c, sizeof c);
+    for (int i = 0; i < 2; i++) z[i] = (Half)_mm256_fmadd_ps((__m256)x[i], (__m256)y[i], (__m256)z[i]);
+    std::memcpy(&c, z, sizeof c);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+inline Ints bits(Floats v) { Ints b; std::memcpy(&b, &v, sizeof b); return b; }
+inline Floats floats(Ints b) { Floats v; std::memcpy(&v, &b, sizeof v); return v; }
+
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) { uint32_t b = uint32_t(x) << 16; float f; std::memcpy(&f, &b, 4); return f; }
+inline void narrow(float x, float& to) { to = x; }
+inline void narrow(float x, bf16& to) {  // round to nearest even; NaN stays NaN
+    uint32_t b; std::memcpy(&b, &x, 4);
+    to = x != x ? 0x7fc0 : uint16_t((b + 0x7fff + ((b >> 16) & 1)) >> 16);
+}
+
+// Without branches, so that a loop of it becomes vectors; for numbers.
+template <class T> inline T rounded(float x) {
+    if constexpr (sizeof(T) == 4) return x;
+    uint32_t b; std::memcpy(&b, &x, 4);
+    return T((b + 0x7fff + ((b >> 16) & 1)) >> 16);
+}
+template <class T> inline T rounded(T a, T b) { return rounded<T>(widen(a) + widen(b)); }
+
+inline void store_narrow(float* at, Floats v) { store(at, v); }
+inline void store_narrow(bf16* at, Floats v) {
+    typedef bf16 Halves __attribute__((vector_size(32)));
+    Ints b = bits(v);
+    Ints rounded = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
+    Halves h = __builtin_convertvector(v == v ? rounded : Ints{} + 0x7fc0, Halves);
+    std::memcpy(at, &h, sizeof h);
+}
+
+inline float sum(Floats v) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) v[i] += v[i + half];
+    return v[0];
+}
+inline float largest(Floats v) {
+    float top = v[0];
+    for (int i = 1; i < LANES; i++) top = std::max(top, v[i]);
+    return top;
+}
+
+inline Floats exponential(Floats x) {  // 0 below exp's smallest normal result
+    Ints none = x < all(-87.0f);
+    x = none ? all(-87.0f) : x;
+    Floats n = fused(x, all(1.44269504f), all(12582912.0f)) - 12582912.0f;
+    Floats r = fused(n, all(-0.693359375f), x);
+    r = fused(n, all(2.12194440e-4f), r);
+    Floats p = all(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = fused(p, r, all(c));
+    p = fused(p, r * r, r) + 1.0f;
+    Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
+    return none ? Floats{} : p * floats(power);
+}
+
+// Elements come in pairs of neighbours along the sum in bfloat16, one by one in float32: a "word" is such a pair.
+template <class T> constexpr int PER_WORD = sizeof(float) / sizeof(T);
+template <class T> inline void multiply_add(Floats& sum, const T* words, const T* word);
+template <> inline void multiply_add<float>(Floats& sum, const float* words, const float* word) {
+    sum = fused(load(words), all(*word), sum);
+}
+template <> inline void multiply_add<bf16>(Floats& sum, const bf16* words, const bf16* word) {
+    int32_t pair; std::memcpy(&pair, word, 4);
+#ifdef __AVX512BF16__
+    __m512i w = _mm512_loadu_si512(words), p = _mm512_set1_epi32(pair);
+    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)p);
+#else
+    Ints w; std::memcpy(&w, words, sizeof w);
+    Ints odd = w & int32_t(0xffff0000);
+    sum = fused(floats(odd), floats(Ints{} + int32_t(pair & 0xffff0000)), sum);
+    sum = fused(floats(w << 16), floats(Ints{} + (pair << 16)), sum);
+#endif
+}
+
+// A layer's cache. Keys lie as [block][kv_head][16 positions][dim word][position][element]: a vector holds 16
+// positions. Values lie as [block][kv_head][position word][value_dim][element]: a vector holds 16 dimensions.
+template <class T> struct Cache {
+    T *keys, *values;
+    int kv_heads, block_size, key_dim, value_dim, padded;  // padded: value_dim filled up to vectors
+
+    T* key_block(int block, int head) const { return keys + (int64_t(block) * kv_heads + head) * block_size * key_dim; }
+    T* value_block(int block, int head) const {
+        return values + (int64_t(block) * kv_heads + head) * block_size * padded;
+    }
+    void write(int slot, int head, const T* key, const T* value) const {
+        constexpr int W = PER_WORD<T>;
+        int at = slot % block_size;
+        T* k = key_block(slot / block_size, head) + (at / LANES) * LANES * key_dim + (at % LANES) * W;
+        for (int d = 0; d < key_dim; d += W) std::memcpy(k + d * LANES, key + d, sizeof(float));
+        T* v = value_block(slot / block_size, head) + int64_t(at / W) * W * padded + at % W;
+        for (int d = 0; d < value_dim; d++) v[d * W] = value[d];
+    }
+};
+
+struct Row {  // one token: it sees the first `seen` positions (the last `window` of them) of the blocks in `table`
+    int token, seen;
+    const int32_t* table;
+};
+
+// A tile of rows with all query heads of one kv head, through their chunks.
+template <class T> class Tile {
+  public:
+    Tile(const Cache<T>& cache, int heads, float scaling, int window, float softcap)
+        : cache(cache), groups(heads / cache.kv_heads), scaling(scaling), window(window), softcap(softcap) {}
+
+    void run(int kv_head, const Row* rows, int count, const T* query, int64_t head_stride, int64_t token_stride,
+             const float* sinks, T* output, float* lse, int tokens) {
+        int vectors = count * groups, dim = cache.key_dim, last = 0, heads = groups * cache.kv_heads;
+        queries.resize(size_t(vectors) * dim);
+        outputs.assign(size_t(vectors) * cache.padded, 0.0f);
+        tops.assign(vectors, -INFINITY);
+        totals.assign(vectors, 0.0f);
+        for (int r = 0; r < count; r++) {
+            last = std::max(last, rows[r].seen);
+            for (int g = 0; g < groups; g++)
+                std::memcpy(&queries[size_t(r * groups + g) * dim],
+                            query + (kv_head * groups + g) * head_stride + rows[r].token * token_stride, dim * sizeof(T));
+        }
+        for (int start = 0; start < last; start += CHUNK)
+            for (int r = 0, end; r < count; r = end) {
+                for (end = r + 1; end < count && same_blocks(rows[r], rows[end], start); end++) {}
+                attend(kv_head, rows, r, end, start);
+            }
+        for (int v = 0; v < vectors; v++) {
+            int head = kv_head * groups + v % groups, token = rows[v / groups].token;
+            if (sinks) fold(v, sinks[head], 1.0f, nullptr);
+            const float* from = &outputs[size_t(v) * cache.padded];
+            T* to = output + (int64_t(token) * heads + head) * cache.value_dim;
+            int d = 0;
+            for (; d + LANES <= cache.value_dim; d += LANES) store_narrow(to + d, load(from + d) / totals[v]);
+            for (; d < cache.value_dim; d++) narrow(from[d] / totals[v], to[d]);
+            if (lse) lse[int64_t(head) * tokens + token] = tops[v] + std::log(totals[v]);
+        }
+    }
+
+  private:
+    const Cache<T> cache;
+    int groups;
+    float scaling;
+    int window;
+    float softcap;
+    std::vector<T> queries;
+    std::vector<float> outputs, tops, totals, scores, peaks, sums, partials;
+    std::vector<T> weights;
+
+    int blocks_of(const Row& row, int start) const {
+        return (std::min(std::max(row.seen - start, 0), CHUNK) + cache.block_size - 1) / cache.block_size;
+    }
+    bool same_blocks(const Row& a, const Row& b, int start) const {
+        if (a.table == b.table) return true;
+        int n = blocks_of(a, start), first = start / cache.block_size;
+        return n == blocks_of(b, start) && std::equal(a.table + first, a.table + first + n, b.table + first);
+    }
+
+    void attend(int kv_head, const Row* rows, int first, int end, int start) {
+        int seen = 0, least = INT32_MAX;
+        const int32_t* table = rows[first].table;
+        for (int r = first; r < end; r++) {
+            if (rows[r].seen > seen) { seen = rows[r].seen; table = rows[r].table; }
+            least = std::min(least, rows[r].seen);
+        }
+        if (seen <= start || (window && start + CHUNK <= least - window)) return;
+        int length = std::min(seen - start, CHUNK), vectors = (end - first) * groups;
+        table += start / cache.block_size;
+        scores.resize(size_t(vectors) * CHUNK);
+        weights.resize(size_t(vectors) * CHUNK);
+        score(kv_head, table, length, first * groups, vectors);
+        peaks.resize(vectors);
+        sums.resize(vectors);
+        for (int v = 0; v < vectors; v++) {
+            const Row& row = rows[first + v / groups];
+            soften(v, std::min(row.seen - start, CHUNK), window ? std::max(row.seen - window - start, 0) : 0, length);
+        }
+        weigh(kv_head, table, length, first * groups, vectors);
+    }
+
+    // scores[v][position] = query · key
+    void score(int kv_head, const int32_t* table, int length, int base, int vectors) {
+        for (int p = 0; p < length; p += LANES) {
+            const T *keys = key_lanes(kv_head, table, p), *next = p + LANES < length ? key_lanes(kv_head, table, p + LANES) : keys;
+            int v = 0;
+            for (; v + 8 <= vectors; v += 8) score_some<8>(keys, next, base + v, v, p);
+            for (; v + 3 <= vectors; v += 3) score_some<3>(keys, next, base + v, v, p);
+            for (; v < vectors; v++) score_some<1>(keys, next, base + v, v, p);
+        }
+    }
+    const T* key_lanes(int kv_head, const int32_t* table, int p) const {
+        return cache.key_block(table[p / cache.block_size], kv_head) +
+               (p % cache.block_size) / LANES * LANES * cache.key_dim;
+    }
+    template <int N> inline void score_some(const T* keys, const T* next, int from, int to, int p) {
+        constexpr int W = PER_WORD<T>;
+        Floats even[N] = {}, odd[N] = {};  // two sums: one's latency hides behind the other's
+        const T* q = &queries[size_t(from) * cache.key_dim];
+        int d = 0;
+        for (; d + 2 * W <= cache.key_dim; d += 2 * W) {
+            __builtin_prefetch(next + d * LANES);
+            __builtin_prefetch(next + (d + W) * LANES);
+            for (int i = 0; i < N; i++) multiply_add<T>(even[i], keys + d * LANES, q + i * cache.key_dim + d);
+            for (int i = 0; i < N; i++) multiply_add<T>(odd[i], keys + (d + W) * LANES, q + i * cache.key_dim + d + W);
+        }
+        if (d < cache.key_dim)
+            for (int i = 0; i < N; i++) multiply_add<T>(even[i], keys + d * LANES, q + i * cache.key_dim + d);
+        for (int i = 0; i < N; i++) store(&scores[size_t(to + i) * CHUNK + p], even[i] + odd[i]);
+    }
+
+    // From scores to exponentials; positions outside [hidden, seen) get weight 0.
+    void soften(int v, int seen, int hidden, int length) {
+        float* s = &scores[size_t(v) * CHUNK];
+        Floats top = all(-INFINITY), total{};
+        const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        for (int p = 0; p < length; p += LANES) {
+            Floats x = load(s + p) * scaling;
+            if (softcap != 0)
+                for (int i = 0; i < LANES; i++) x[i] = softcap * std::tanh(x[i] / softcap);
+            Ints at = lanes + p;
+            x = ((at < seen) & (at >= hidden)) ? x : all(-INFINITY);
+            top = x > top ? x : top;
+            store(s + p, x);
+        }
+        peaks[v] = largest(top);
+        float subtract = std::max(peaks[v], -3.4e38f);
+        T* w = &weights[size_t(v) * CHUNK];
+        for (int p = 0; p < length; p += LANES) {
+            Floats e = exponential(load(s + p) - subtract);
+            total += e;
+            store_narrow(w + p, e);
+        }
+        sums[v] = sum(total);
+    }
+
+    // Add each vector's weighted values to what it has.
+    void weigh(int kv_head, const int32_t* table, int length, int base, int vectors) {
+        partials.resize(size_t(vectors) * cache.padded);
+        int v = 0;
+        for (; v + 4 <= vectors; v += 4) weigh_some<4>(kv_head, table, length, v);
+        for (; v + 3 <= vectors; v += 3) weigh_some<3>(kv_head, table, length, v);
+        for (; v < vectors; v++) weigh_some<1>(kv_head, table, length, v);
+        for (v = 0; v < vectors; v++) fold(base + v, peaks[v], sums[v], &partials[size_t(v) * cache.padded]);
+    }
+    template <int N> inline void weigh_some(int kv_head, const int32_t* table, int length, int v) {
+        int d = 0;
+        for (; d + 4 * LANES <= cache.padded; d += 4 * LANES) add_up<N, 4>(kv_head, table, length, v, d);
+        for (; d < cache.padded; d += LANES) add_up<N, 1>(kv_head, table, length, v, d);
+    }
+    template <int N, int WIDE>
+    inline void add_up(int kv_head, const int32_t* table, int length, int v, int d) {
+        constexpr int W = PER_WORD<T>;
+        Floats sums[N][WIDE] = {};
+        for (int p = 0; p < length; p += cache.block_size) {
+            const T* values = cache.value_block(table[p / cache.block_size], kv_head) + d * W;
+            const T* next = p + cache.block_size < length
+                                ? cache.value_block(table[p / cache.block_size + 1], kv_head) + d * W : values;
+            const T* w = &weights[size_t(v) * CHUNK + p];
+            for (int i = 0, n = std::min(cache.block_size, length - p); i < n; i += W) {
+                for (int j = 0; j < WIDE; j++) __builtin_prefetch(next + int64_t(i) * cache.padded + j * LANES * W);
+                for (int k = 0; k < N; k++)
+                    for (int j = 0; j < WIDE; j++)
+                        multiply_add<T>(sums[k][j], values + int64_t(i) * cache.padded + j * LANES * W, w + k * CHUNK + i);
+            }
+        }
+        for (int k = 0; k < N; k++)
+            for (int j = 0; j < WIDE; j++) store(&partials[size_t(v + k) * cache.padded + d + j * LANES], sums[k][j]);
+    }
+
+    void fold(int v, float peak, float total, const float* partial) {
+        float top = std::max(std::max(tops[v], peak), -3.4e38f);
+        float keep = std::exp(tops[v] - top), add = std::exp(peak - top);
+        tops[v] = top;
+        totals[v] = totals[v] * keep + total * add;
+        float* to = &outputs[size_t(v) * cache.padded];
+        for (int d = 0; d < cache.padded; d += LANES)
+            store(to + d, load(to + d) * keep + (partial ? load(partial + d) * add : Floats{}));
+    }
+};
+
+template <class T>
+void attend(const T* query, const T* key, const T* value, const int64_t* strides, const Cache<T>& cache, int heads,
+            const int32_t* slots, int tokens, const int32_t* fresh, int num_fresh, const int32_t* row_token,
+            const int32_t* row_seen, const int64_t* row_table, const int32_t* tables, const int32_t* tiles,
+            int num_tiles, float scaling, int window, float softcap, const float* sinks, T* output, float* lse,
+            int padded_tokens) {
+    const int heads_kv = cache.kv_heads;
+#pragma omp parallel
+    {
+#pragma omp for
+        for (int h = 0; h < heads_kv; h++) {
+            for (int i = 0; i < num_fresh; i++)
+                std::memset(cache.value_block(fresh[i], h), 0, sizeof(T) * cache.block_size * cache.padded);
+            for (int t = 0; t < tokens; t++)
+                cache.write(slots[t], h, key + h * strides[2] + t * strides[3], value + h * strides[4] + t * strides[5]);
+        }
+        Tile<T> tile(cache, heads, scaling, window, softcap);
+        std::vector<Row> rows;
+#pragma omp for schedule(dynamic)
+        for (int i = 0; i < num_tiles * heads_kv; i++) {
+            int number = i / heads_kv;
+            rows.clear();
+            for (int r = tiles[number]; r < tiles[number + 1]; r++)
+                rows.push_back({row_token[r], row_seen[r], tables + row_table[r]});
+            tile.run(i % heads_kv, rows.data(), int(rows.size()), query, strides[0], strides[1], sinks, output, lse,
+                     padded_tokens);
+        }
+    }
+}
+
+template <class T>
+void rotate(const T* from, int64_t head_stride, int64_t token_stride, const T* cosine, const T* sine, T* to, int heads,
+            int tokens, int dim) {
+    int half = dim / 2;
+#pragma omp parallel for if (int64_t(tokens) * heads * dim > 8192)
+    for (int t = 0; t < tokens; t++)
+        for (int h = 0; h < heads; h++) {
+            const T *__restrict x = from + h * head_stride + t * token_stride, *__restrict c = cosine + int64_t(t) * dim,
+                    *__restrict s = sine + int64_t(t) * dim;
+            T* __restrict y = to + (int64_t(t) * heads + h) * dim;
+            for (int d = 0; d < half; d++) {
+                y[d] = rounded<T>(rounded<T>(widen(x[d]) * widen(c[d])), rounded<T>(-widen(x[d + half]) * widen(s[d])));
+                y[d + half] = rounded<T>(rounded<T>(widen(x[d + half]) * widen(c[d + half])),
+                                         rounded<T>(widen(x[d]) * widen(s[d + half])));
+            }
+        }
+}
+
+// y (rows, n) = x (rows, k) · weight (n, k) + bias: the weight packed as [n / 64][k / 2][64][2].
+constexpr int WIDE = 4, PANEL = WIDE * LANES, ROWS = 6;  // 6 x 4 vectors of outputs are summed together
+constexpr int CACHED_BYTES = 512 << 10;
+
+void pack(const bf16* weight, int64_t n, int k, bf16* packed) {
+#pragma omp parallel for
+    for (int64_t panel = 0; panel < (n + PANEL - 1) / PANEL; panel++)
+        for (int j = 0; j < PANEL; j++) {
+            int64_t row = panel * PANEL + j;
+            bf16* to = packed + panel * k * PANEL + j * 2;
+            for (int d = 0; d < k; d += 2)
+                for (int i = 0; i < 2; i++) to[d * PANEL + i] = row < n ? weight[row * k + d + i] : 0;
+        }
+}
+
+// What will be read next, fetched while there is something to compute.
+struct Ahead {
+    const char* from;
+    int64_t bytes;
+};
+
+template <int N, class T>
+void multiply_rows(const bf16* x, const bf16* panel, const float* bias, int k, T* y, int64_t n, int width, Ahead ahead) {
+    Floats sums[N][WIDE] = {};
+    int64_t fetched = 0, step = ahead.bytes / (k / 2) + 64;
+    for (int d = 0; d < k; d += 2) {
+        for (int64_t to = std::min(fetched + step, ahead.bytes); fetched < to; fetched += 64)
+            __builtin_prefetch(ahead.from + fetched, 0, 2);
+        for (int i = 0; i < N; i++)
+            for (int j = 0; j < WIDE; j++)
+                multiply_add<bf16>(sums[i][j], panel + (d / 2 * WIDE + j) * LANES * 2, x + int64_t(i) * k + d);
+    }
+    for (int i = 0; i < N; i++)
+        for (int j = 0; j < WIDE; j++) {
+            Floats v = sums[i][j] + (bias ? load(bias + j * LANES) : Floats{});
+            if ((j + 1) * LANES <= width) store_narrow(y + i * n + j * LANES, v);
+            else
+                for (int l = j * LANES; l < width; l++) narrow(v[l - j * LANES], y[i * n + l]);
+        }
+}
+
+template <class T>
+void multiply(const bf16* x, const bf16* packed, const float* bias, int64_t rows, int64_t n, int k, T* y) {
+    if (rows == 0) return;
+    int64_t panels = (n + PANEL - 1) / PANEL, bytes = int64_t(k) * PANEL * sizeof(bf16);
+    int64_t blocks = (rows * k * int64_t(sizeof(bf16)) + CACHED_BYTES - 1) / CACHED_BYTES;  // of rows that stay in the cache
+    int64_t height = ((rows + blocks - 1) / blocks + ROWS - 1) / ROWS * ROWS;
+    blocks = (rows + height - 1) / height;
+#pragma omp parallel for
+    for (int64_t i = 0; i < blocks * panels; i++) {
+        int64_t p = i % panels, first = i / panels * height, tiles = (std::min(height, rows - first) + ROWS - 1) / ROWS;
+        const bf16* panel = packed + p * k * PANEL;
+        const char* next = reinterpret_cast<const char*>(panel) + bytes;
+        int64_t share = p + 1 < panels ? (bytes / tiles + 63) / 64 * 64 : 0;
+        int width = int(std::min<int64_t>(PANEL, n - p * PANEL));
+        for (int64_t t = 0; t < tiles; t++) {
+            auto rows_of = [&](auto count, int64_t r, Ahead ahead) {
+                multiply_rows<decltype(count)::value, T>(x + r * k, panel, bias ? bias + p * PANEL : nullptr, k,
+                                                         y + r * n + p * PANEL, n, width, ahead);
+            };
+            int64_t r = first + t * ROWS, left = std::min<int64_t>(ROWS, rows - r), from = std::min(t * share, bytes);
+            Ahead ahead{next + from, std::min(share, bytes - from)};
+            if (left == ROWS) { rows_of(std::integral_constant<int, ROWS>(), r, ahead); continue; }
+            for (; left >= 2; left -= 2, r += 2, ahead.bytes = 0) rows_of(std::integral_constant<int, 2>(), r, ahead);
+            if (left) rows_of(std::integral_constant<int, 1>(), r, ahead);
+        }
+    }
+}
+
+template <class T> void square(const T* __restrict x, float* __restrict y, int64_t n) {
+#pragma omp parallel for simd if (n > 16384)
+    for (int64_t i = 0; i < n; i++) y[i] = widen(x[i]) * widen(x[i]);
+}
+
+template <class T>
+void scale_rows(const T* x, const float* mean_square, const T* weight, float epsilon, T* y, int64_t rows, int width) {
+#pragma omp parallel for if (rows * width > 16384)
+    for (int64_t r = 0; r < rows; r++) {
+        float scale = 1.0f / std::sqrt(mean_square[r] + epsilon);
+        const T *__restrict from = x + r * width, *__restrict by = weight;
+        T* __restrict to = y + r * width;
+        for (int i = 0; i < width; i++) to[i] = rounded<T>(widen(by[i]) * widen(rounded<T>(widen(from[i]) * scale)));
+    }
+}
+
+}  // namespace
+
+#define BOTH(MAKE) MAKE(bf16, bf16) MAKE(f32, float)
+#define EXPORT(NAME, T)                                                                                                \
+    extern "C" void attend_##NAME(                                                                                     \
+        const T* query, const T* key, const T* value, const int64_t* strides, T* keys, T* values, int kv_heads,        \
+        int block_size, int key_dim, int value_dim, int heads, const int32_t* slots, int tokens, const int32_t* fresh, \
+        int num_fresh, const int32_t* row_token, const int32_t* row_seen, const int64_t* row_table,                    \
+        const int32_t* tables, const int32_t* tiles, int num_tiles, float scaling, int window, float softcap,          \
+        const float* sinks, T* output, float* lse, int padded_tokens) {                                                \
+        Cache<T> cache{keys, values, kv_heads, block_size, key_dim, value_dim, (value_dim + LANES - 1) / LANES * LANES}; \
+        attend<T>(query, key, value, strides, cache, heads, slots, tokens, fresh, num_fresh, row_token, row_seen,      \
+                  row_table, tables, tiles, num_tiles, scaling, window, softcap, sinks, output, lse, padded_tokens);   \
+    }                                                                                                                  \
+    extern "C" void rotate_##NAME(const T* x, int64_t hs, int64_t ts, const T* c, const T* s, T* y, int heads,         \
+                                  int tokens, int dim) {                                                               \
+        rotate<T>(x, hs, ts, c, s, y, heads, tokens, dim);                                                             \
+    }                                                                                                                  \
+    extern "C" void square_##NAME(const T* x, float* y, int64_t n) { square<T>(x, y, n); }                             \
+    extern "C" void scale_rows_##NAME(const T* x, const float* m, const T* w, float e, T* y, int64_t rows, int width) { \
+        scale_rows<T>(x, m, w, e, y, rows, width);                                                                     \
+    }
+BOTH(EXPORT)
+
+extern "C" void pack_bf16(const bf16* w, int64_t n, int k, bf16* packed) { pack(w, n, k, packed); }
+extern "C" void multiply_bf16(const bf16* x, const bf16* packed, const float* bias, int64_t rows, int64_t n, int k,
+                              void* y, int rounded) {
+    if (rounded) multiply(x, packed, bias, rows, n, k, static_cast<bf16*>(y));
+    else multiply(x, packed, bias, rows, n, k, static_cast<float*>(y));
+}
+extern "C" int multiplies_bf16() {  // whether the processor does: else a library's product is faster
+#ifdef __AVX512BF16__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// Huge pages for what is read from end to end every step: with small ones, half of the time goes to finding them.
+extern "C" void use_huge_pages(void* at, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    constexpr uintptr_t PAGE = 2 << 20;
+    uintptr_t from = (uintptr_t(at) + PAGE - 1) / PAGE * PAGE, to = (uintptr_t(at) + bytes) / PAGE * PAGE;
+    if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
+#endif
+}
+// Memory that a step frees is kept for the next one: the kernel would clear it anew each time.
+extern "C" void keep_freed_memory() {
+#ifdef M_MMAP_THRESHOLD
+    mallopt(M_MMAP_THRESHOLD, 32 << 20);
+    mallopt(M_TRIM_THRESHOLD, 1 << 30);
+#endif
+}

@@ -1,0 +1,158 @@
+"""Text processing without generation: a request to token ids (`render`), generated ids to an answer (`derender`).
+
+Together with /inference/v1/generate they do what /v1/completions and /v1/chat/completions do in one call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request, Response
+from starlette.datastructures import Headers
+
+from rollout.sampling_params import ParameterError, SamplingParams
+from rollout.server.api.completions import prompt_token_ids
+from rollout.server.api.generate import scale_out_disabled
+from rollout.server.api.text import check_vocabulary
+from rollout.server.choices import encode_json
+from rollout.server.derender import Derenderer
+from rollout.server.derender_protocol import (
+    DerenderChatRequest,
+    DerenderChatStreamRequest,
+    DerenderCompletionRequest,
+    DerenderCompletionStreamRequest,
+    DerenderedChunk,
+    DerenderStreamState,
+    GenerateTokensResponse,
+    RenderedRequest,
+)
+from rollout.server.generation import check_prompt, make_request_id, require_vocabulary, resolve_params
+from rollout.server.openai_protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
+from rollout.server.prompts import render_chat
+from rollout.server.state import Server, ServerDep, require_json
+
+router = APIRouter(dependencies=[Depends(require_json)])
+disabled_router = APIRouter()
+
+for _kind in ("completions", "chat/completions"):
+    for _step in ("render", "derender"):
+        disabled_router.add_api_route(f"/v1/{_kind}/{_step}", scale_out_disabled, methods=["POST"])
+
+# Rendered whatever their value, as a vLLM server does.
+_ALWAYS_RENDERED = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "temperature",
+    "stop",
+    "stop_token_ids",
+    "max_tokens",
+)
+
+
+@router.post("/v1/chat/completions/render")
+async def render_chat_completion(body: ChatCompletionRequest, request: Request, server: ServerDep) -> Response:
+    """The body for /inference/v1/generate that stands for this chat."""
+    server.check_model(body.model)
+    body.check()
+    token_ids = await render_chat(server, body)
+    rendered = _rendered(server, body, token_ids, body.sampling_params(), request.headers, "chatcmpl-")
+    return _json(encode_json(rendered))
+
+
+@router.post("/v1/completions/render")
+async def render_completion(body: CompletionRequest, request: Request, server: ServerDep) -> Response:
+    """The bodies for /inference/v1/generate that stand for this completion, one a prompt."""
+    server.check_model(body.model)
+    body.check()
+    if body.echo:
+        raise ParameterError("echo can't be rendered: /inference/v1/generate answers with what is new.", "echo")
+    every = await prompt_token_ids(server, body)
+    rendered = [_rendered(server, body, ids, body.sampling_params(), request.headers, "cmpl-") for ids in every]
+    return _json(encode_json(rendered))
+
+
+@router.post("/v1/chat/completions/derender")
+async def derender_chat(body: DerenderChatRequest | DerenderChatStreamRequest, server: ServerDep) -> Response:
+    """The answer to a chat that generated ids make; with `stream`, one chunk of it."""
+    check_vocabulary(server, body.prompt_token_ids or [])
+    if isinstance(body, DerenderChatStreamRequest):
+        _check_state(server, body.stream_state)
+        derenderer = await _derenderer(server, [body.generate_chunk], body.chat_request, body.model)
+        chunk, state = await asyncio.to_thread(derenderer.chat_chunk, body)
+        return _json(encode_json(DerenderedChunk(chunk, state.model_dump())))
+    derenderer = await _derenderer(server, [body.generate_response], body.chat_request, body.model)
+    return _json(encode_json(await asyncio.to_thread(derenderer.chat, body)))
+
+
+@router.post("/v1/completions/derender")
+async def derender_completion(
+    body: DerenderCompletionRequest | DerenderCompletionStreamRequest, server: ServerDep
+) -> Response:
+    """The answer to a completion that generated ids make; with `stream`, one chunk of it."""
+    if isinstance(body, DerenderCompletionStreamRequest):
+        _check_state(server, body.stream_state)
+        derenderer = await _derenderer(server, [body.generate_chunk], body.completion_request, body.model)
+        chunk, state = await asyncio.to_thread(derenderer.completion_chunk, body)
+        return _json(encode_json(DerenderedChunk(chunk, state.model_dump())))
+    derenderer = await _derenderer(server, body.generate_responses, body.completion_request, body.model)
+    return _json(encode_json(await asyncio.to_thread(derenderer.completion, body)))
+
+
+def _check_state(server: Server, state: DerenderStreamState | None) -> None:
+    if state is not None:
+        check_vocabulary(server, [*state.context, *state.token_ids])
+
+
+def _rendered(
+    server: Server, body: OpenAIRequest, token_ids: list[int], params: SamplingParams, headers: Headers, prefix: str
+) -> RenderedRequest:
+    check_prompt(server, token_ids)
+    resolve_params(server, params, len(token_ids))
+    return RenderedRequest(
+        request_id=make_request_id(headers, body.request_id, prefix),
+        token_ids=token_ids,
+        sampling_params=_rendered_params(params),
+        model=body.model or server.model_name,
+        return_token_ids=body.return_token_ids,
+        stream=bool(body.stream),
+        stream_options=None if body.stream_options is None else body.stream_options.model_dump(),
+        cache_salt=body.cache_salt,
+        priority=body.priority,
+    )
+
+
+def _rendered_params(params: SamplingParams) -> dict[str, Any]:
+    """What was asked for, and the fields that clients expect in any case; three of them say something to vLLM only."""
+    default = SamplingParams()
+    values = dataclasses.asdict(params)
+    asked = {name: value for name, value in values.items() if value != getattr(default, name)}
+    return {
+        **{name: values[name] for name in _ALWAYS_RENDERED},
+        **asked,
+        "output_kind": 2,
+        "skip_clone": True,
+        "bad_words": params.bad_words,
+        "skip_reading_prefix_cache": False,
+    }
+
+
+async def _derenderer(
+    server: Server, responses: Sequence[GenerateTokensResponse], request: OpenAIRequest | None, model: str | None
+) -> Derenderer:
+    """Raises a 404 for another model, and a 400 for ids that this one doesn't have."""
+    server.check_model(model)
+    for response in responses:
+        check_vocabulary(server, response.prompt_token_ids or [])
+        for choice in response.choices:
+            entries = [] if choice.logprobs is None else choice.logprobs.content
+            named = [c.token_id for entry in entries for c in (entry, *entry.top_logprobs)]
+            check_vocabulary(server, [*choice.token_ids, *named])
+    return Derenderer(server, await require_vocabulary(server, "Text needs"), request, model)
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

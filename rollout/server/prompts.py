@@ -1,0 +1,138 @@
+"""From texts and chats to the token ids that the engine continues. All of it runs on threads: either can take long."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+from jinja2 import TemplateError
+
+from rollout.sampling_params import ParameterError
+from rollout.server.generation import require_vocabulary
+from rollout.server.openai_protocol import ChatFields, ContentPart, Message
+from rollout.server.state import Server
+
+
+async def require_tokenizer(server: Server) -> Any:
+    """Transformers' tokenizer. Raises a 400 where this server has none."""
+    return (await require_vocabulary(server, "Text needs")).tokenizer
+
+
+async def encode(server: Server, text: str, *, add_special_tokens: bool) -> list[int]:
+    """The token ids of a text. Raises a 400 for a text that no prompt of the model's length can hold."""
+    tokenizer = await require_tokenizer(server)
+    return await asyncio.to_thread(_encode, tokenizer, text, add_special_tokens, server.engine.info.max_model_len)
+
+
+async def render_chat(server: Server, chat: ChatFields) -> list[int]:
+    """The token ids of a chat, by the tokenizer's template or, where the server trusts it, the request's.
+
+    Raises ParameterError for content that isn't text, and for what the template itself refuses.
+    """
+    if chat.chat_template is not None and not server.config.trust_request_chat_template:
+        raise ParameterError(
+            "Chat template is passed with request, but --trust-request-chat-template is not set. "
+            "Refused request with untrusted chat template.",
+            "chat_template",
+        )
+    if chat.continue_final_message and chat.add_generation_prompt:
+        raise ParameterError(
+            "Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message"
+        )
+    tokenizer, limit = await require_tokenizer(server), server.engine.info.max_model_len
+
+    def render() -> list[int]:
+        text = _apply_template(tokenizer, chat)
+        return _encode(tokenizer, text, chat.add_special_tokens, limit)
+
+    return await asyncio.to_thread(render)
+
+
+def _encode(tokenizer: Any, text: str, add_special_tokens: bool, max_model_len: int) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ParameterError(f"The prompt holds a lone surrogate, which is no character: {error}") from None
+    most = max_model_len * _longest_token(tokenizer)
+    if len(text) > most:  # before the tokenizer spends seconds on it
+        raise ParameterError(
+            f"The prompt ({len(text)} characters) is longer than the maximum model length of {max_model_len} tokens "
+            f"can hold ({most} characters at most)."
+        )
+    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
+    return ids
+
+
+@lru_cache(maxsize=4)
+def _longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token: a prompt of n tokens is no longer than n of these."""
+    return max(map(len, tokenizer.get_vocab()), default=1)
+
+
+def _apply_template(tokenizer: Any, chat: ChatFields) -> str:
+    variables = chat.template_arguments()
+    known = {
+        p.name for p in inspect.signature(tokenizer.apply_chat_template).parameters.values() if p.kind != p.VAR_KEYWORD
+    }
+    own = sorted(known & variables.keys())
+    if own:  # they would steer transformers rather than the template, past the checks made here
+        raise ParameterError(f"chat_template_kwargs can't hold {', '.join(own)}.", "chat_template_kwargs")
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [_conversation_message(message, index) for index, message in enumerate(chat.messages)],
+            tools=chat.tools or None,
+            documents=chat.documents,
+            chat_template=chat.chat_template,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            tokenize=False,
+            **variables,
+        )
+    except ParameterError:
+        raise
+    except TemplateError as error:
+        raise ParameterError(f"The chat template refused these messages: {error}", "messages") from None
+    except Exception as error:  # what a template runs into depends on the request alone
+        raise ParameterError(
+            f"The chat template failed on these messages: {type(error).__name__}: {error}", "messages"
+        ) from None
+    return text
+
+
+def _conversation_message(message: Message, index: int) -> dict[str, Any]:
+    """The message as templates expect it: one text as content, the arguments of tool calls as objects."""
+    fields: dict[str, Any] = {"role": message.role, **(message.model_extra or {})}
+    if isinstance(message.content, list):
+        fields["content"] = "\n".join(_part_text(part, index) for part in message.content)
+    elif message.content is not None:
+        fields["content"] = message.content
+    if isinstance(fields.get("tool_calls"), list):
+        fields["tool_calls"] = [_with_parsed_arguments(call) for call in fields["tool_calls"]]
+    return fields
+
+
+def _part_text(part: str | ContentPart, index: int) -> str:
+    if isinstance(part, str):
+        return part
+    if part.type != "text" or part.text is None:
+        raise ParameterError(
+            f"messages.{index}.content holds a part of type {part.type!r}; this server runs text-only models, "
+            "which take parts of type 'text'.",
+            f"messages.{index}.content",
+        )
+    return part.text
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """OpenAI's clients send a call's arguments as JSON in a string; templates print objects. What isn't JSON stays."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"] or "{}")
+    except msgspec.DecodeError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,314 @@
+"""TRL's rollout worker on a rollout server: prompts out, scored groups of answers in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import multiprocessing.queues
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from trainer_bridge.client import AsyncRolloutClient, Choice, RolloutClient, RolloutError
+from trainer_bridge.integrations.trl_compat import (
+    AsyncGRPOConfig,
+    RolloutSample,
+    get_callable_name,
+    is_async_callable,
+)
+from trainer_bridge.replay import versions_per_token
+
+logger = logging.getLogger(__name__)
+
+RewardFunc = Callable[..., Any]
+"""TRL's: (prompts, completions, completion_ids, the data set's other columns) -> a float or None each; may be async."""
+
+TrlQueue: TypeAlias = "queue.Queue[Any] | multiprocessing.queues.Queue[Any]"
+
+LABEL = "trl-"
+"""What a label of the weights begins with, before TRL's model version."""
+
+TICK_S = 0.2
+LONGEST_RETRY_S = 10.0
+STOP_TIMEOUT_S = 15.0
+
+
+class RolloutWorker:
+    """TRL's `RolloutWorkerProtocol` on a thread: groups of `args.num_generations` answers, scored as TRL scores them.
+
+    A group is one request, so its prompt is computed once. `dataset` is cycled through in order; a row holds `prompt`
+    (text or messages) and the columns that the reward functions take. A sample's `model_version` is the oldest of its
+    tokens' versions; `version/*` in its metrics tell the rest. It never waits for the trainer: of finished samples, the
+    `args.queue_maxsize` newest are kept. One turn a sample: no tools, no environments.
+
+    Raises ValueError for filters that TRL's trainer doesn't see: it computes logprobs over the whole vocabulary.
+    """
+
+    def __init__(
+        self,
+        args: AsyncGRPOConfig,
+        dataset: Iterable[Mapping[str, Any]],
+        reward_funcs: RewardFunc | Sequence[RewardFunc],
+        processing_class: PreTrainedTokenizerBase,
+        *,
+        api_key: str | None = None,
+    ) -> None:
+        _check_unfiltered(args)
+        self.rollout_buffer: TrlQueue = queue.Queue(args.queue_maxsize)  # of RolloutSample
+        self.metrics_queue: TrlQueue = queue.Queue(4096)  # of dicts, each value a gauge or (sum, count)
+        self.model_version = 0
+        self._args = args
+        self._rows = _endlessly(dataset)
+        self._reward_funcs = list(reward_funcs) if isinstance(reward_funcs, Sequence) else [reward_funcs]
+        self._tokenizer = processing_class
+        self._api_key = api_key
+        self._seeds = random.Random(args.seed)
+        self._group_ids = itertools.count()
+        self._stopping = threading.Event()
+        self._beat = time.monotonic()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="rollout-worker", daemon=True)
+
+    # TRL's interface.
+
+    def start(self) -> None:
+        """Begin to sample. Raises RolloutError, and ValueError where the server's logprobs aren't what TRL expects."""
+        with RolloutClient(self._args.vllm_server_base_url, api_key=self._api_key) as client:
+            mode = client.weight_info().get("logprobs_mode")
+        if self._args.temperature != 1 and mode != "processed_logprobs":
+            raise ValueError(
+                f"temperature={self._args.temperature} needs a server with --logprobs-mode processed_logprobs (it has "
+                f"{mode}): TRL compares with logprobs at that temperature"
+            )
+        self._beat = time.monotonic()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Abort what is running and end the thread."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(STOP_TIMEOUT_S)
+
+    def update_model_version(self, model_version: int) -> None:
+        """Noted only: samples bear the versions that the server says."""
+        self.model_version = model_version
+
+    def check_health(self, stale_after_s: float) -> None:
+        """Raise RuntimeError where sampling ended by an error (its cause), or nothing stirred for `stale_after_s`."""
+        if self._error is not None:
+            raise RuntimeError(f"the rollout worker failed: {self._error}") from self._error
+        if (age := time.monotonic() - self._beat) > stale_after_s:
+            raise RuntimeError(f"the rollout worker has not stirred for {age:.0f} s, more than {stale_after_s:.0f} s")
+
+    # The thread.
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._sample())
+        except BaseException as error:
+            self._error = error
+
+    async def _sample(self) -> None:
+        """Keep groups in flight until told to stop."""
+        args = self._args
+        in_flight = max(1, args.max_inflight_tasks // args.num_generations)  # TRL has set -1 to its default by now
+        async with AsyncRolloutClient(
+            args.vllm_server_base_url, api_key=self._api_key, timeout_s=args.request_timeout
+        ) as client:
+            tasks = [asyncio.create_task(self._groups(client)) for _ in range(in_flight)]
+            tasks.append(asyncio.create_task(self._tick()))
+            done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in rest:
+                task.cancel()  # closes its request, which aborts it
+            await asyncio.gather(*rest, return_exceptions=True)
+            for task in done:
+                task.result()
+
+    async def _tick(self) -> None:
+        while not self._stopping.is_set():
+            self._beat = time.monotonic()
+            await asyncio.sleep(TICK_S)
+
+    async def _groups(self, client: AsyncRolloutClient) -> None:
+        while True:
+            row, group_id = next(self._rows), next(self._group_ids)
+            prompt_ids = self._prompt_ids(row["prompt"])
+            began = time.monotonic()
+            choices = await self._generate(client, prompt_ids)
+            self._tell(choices, time.monotonic() - began)
+            for sample in await self._score(row, prompt_ids, choices, group_id):
+                self._put(sample)
+
+    def _prompt_ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+        if isinstance(prompt, str):
+            return list(self._tokenizer(prompt).input_ids)
+        options = cast(dict[str, Any], self._args.chat_template_kwargs or {})
+        ids = self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **options)
+        return cast(list[int], ids)
+
+    async def _generate(self, client: AsyncRolloutClient, prompt_ids: list[int]) -> list[Choice]:
+        """A group that nobody aborted. A server that is away is asked again, for as long as a request may take."""
+        args, eos = self._args, self._tokenizer.eos_token_id
+        params: dict[str, Any] = {"max_tokens": args.max_completion_length, "temperature": args.temperature}
+        # The tokenizer's end is one for TRL, even if the model's configuration has another.
+        params |= {"logprobs": 0, "stop_token_ids": [] if eos is None else [eos]}
+        deadline, wait_s = time.monotonic() + args.request_timeout, TICK_S
+        while True:
+            try:
+                answer = await client.generate(
+                    prompt_ids, params | {"seed": self._seeds.getrandbits(63)}, n=args.num_generations
+                )
+                if all(choice.finish_reason != "abort" for choice in answer.choices):
+                    return answer.choices
+                failed = RolloutError(0, "Aborted", f"{answer.request_id} was aborted")
+            except RolloutError as error:
+                if error.status not in (0, 503):
+                    raise
+                failed = error
+            if time.monotonic() > deadline:
+                raise failed
+            logger.warning("%s; asking again in %.1f s", failed, wait_s)
+            self._push_metrics({"rollout/retry_total": 1.0})
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+
+    async def _score(
+        self, row: Mapping[str, Any], prompt_ids: list[int], choices: list[Choice], group_id: int
+    ) -> list[RolloutSample]:
+        """TRL's samples: rewards summed over the functions, (r - mean) / std over the group; unscorable ones get 0."""
+        prompt, n = row["prompt"], len(choices)
+        completions = [self._completion(prompt, choice.token_ids) for choice in choices]
+        columns = {k: [v] * n for k, v in row.items() if k not in ("prompt", "completion", "completion_ids")}
+        inputs: dict[str, Any] = {
+            "prompts": [prompt] * n,
+            "completions": completions,
+            "completion_ids": [choice.token_ids for choice in choices],
+            **columns,
+        }
+        scores = await asyncio.gather(
+            *(f(**inputs) if is_async_callable(f) else asyncio.to_thread(f, **inputs) for f in self._reward_funcs)
+        )
+        table = np.array([[math.nan if r is None else r for r in column] for column in scores], dtype=float)
+        rewards, advantages, std = _advantages(table)
+        names = [f"rewards/{get_callable_name(f)}" for f in self._reward_funcs]
+        return [
+            _sample(
+                prompt_ids,
+                choice,
+                prompt=prompt,
+                completion=completion,
+                advantage=float(advantages[i]),
+                group_id=group_id,
+                metrics={
+                    "reward": float(rewards[i]),
+                    "reward_std": std,
+                    **dict(zip(names, table[:, i].tolist(), strict=True)),
+                },
+            )
+            for i, (choice, completion) in enumerate(zip(choices, completions, strict=True))
+        ]
+
+    def _completion(self, prompt: str | list[dict[str, Any]], token_ids: list[int]) -> Any:
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+    def _put(self, sample: RolloutSample) -> None:
+        """Into the buffer, in the place of its oldest if it is full."""
+        sample.enqueued_at = time.time()  # TRL compares it with its own
+        while True:
+            try:
+                return self.rollout_buffer.put_nowait(sample)
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    self.rollout_buffer.get_nowait()
+                    self._push_metrics({"rollout/dropped_total": 1.0})
+
+    def _tell(self, choices: list[Choice], seconds: float) -> None:
+        tokens = sum(len(choice.token_ids) for choice in choices)
+        cut = sum(choice.finish_reason == "length" for choice in choices)
+        self._push_metrics(
+            {
+                "completions/mean_length": (float(tokens), float(len(choices))),
+                "completions/clipped_ratio": (float(cut), float(len(choices))),
+                "rollout/duration_s": seconds,
+            }
+        )
+
+    def _push_metrics(self, values: dict[str, float | tuple[float, float]]) -> None:
+        try:
+            self.metrics_queue.put_nowait(values)
+        except queue.Full:
+            logger.warning("the metrics queue is full: TRL has not logged for long")
+
+
+def _check_unfiltered(args: AsyncGRPOConfig) -> None:
+    filters = {
+        "top_p": args.top_p < 1,
+        "top_k": args.top_k > 0,
+        "min_p": bool(args.min_p),
+        "repetition_penalty": args.repetition_penalty != 1,
+    }
+    if at_work := [f"{name}={getattr(args, name)}" for name, works in filters.items() if works]:
+        raise ValueError(
+            f"{', '.join(at_work)}: TRL's trainer computes logprobs over the whole vocabulary, so its ratios would be "
+            "biased; sample unfiltered, or train with trainer_bridge.replay, which replays sampling masks"
+        )
+
+
+def _endlessly(dataset: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    while True:
+        row = None
+        for row in dataset:
+            yield row
+        if row is None:
+            raise ValueError("the data set is empty")
+
+
+def _advantages(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
+    """Rewards and advantages (answers,), and the rewards' std, from `scores` (functions, answers), NaN where None."""
+    rewards = np.where(np.isnan(scores).all(axis=0), math.nan, np.nansum(scores, axis=0))
+    scored = rewards[~np.isnan(rewards)]
+    if not scored.size:
+        return rewards, np.zeros_like(rewards), math.nan
+    return rewards, np.nan_to_num((rewards - scored.mean()) / (scored.std() + 1e-8)), float(scored.std())
+
+
+def _sample(prompt_ids: list[int], choice: Choice, *, metrics: dict[str, float], **fields: Any) -> RolloutSample:
+    """TRL's sample of one answer: prompt and answer as they were sent and sampled."""
+    versions = [_version(label) for label in versions_per_token(choice.spans, len(choice.token_ids))]
+    if choice.logprobs is None or not versions:
+        raise ValueError(f"nothing to train on: {len(choice.token_ids)} tokens with logprobs {choice.logprobs}")
+    context = [0] * len(prompt_ids)
+    return RolloutSample(
+        input_ids=np.array(prompt_ids + choice.token_ids, dtype=np.int64),
+        completion_mask=np.array(context + [1] * len(choice.token_ids), dtype=np.int64),
+        old_log_probs=np.array(context + choice.logprobs, dtype=np.float32),
+        model_version=min(versions),
+        metrics={
+            **metrics,
+            "version/token_min": float(min(versions)),
+            "version/token_mean": sum(versions) / len(versions),
+            "version/token_max": float(max(versions)),
+            "version/mixed_frac": float(len(set(versions)) > 1),
+        },
+        **fields,
+    )
+
+
+def _version(label: str) -> int:
+    number = label.removeprefix(LABEL)
+    if number == label or not number.isdecimal():
+        raise ValueError(
+            f"a token was sampled by weights labelled {label!r}, which this run did not push: another trainer pushes "
+            "to this server, or it was restarted"
+        )
+    return int(number)
