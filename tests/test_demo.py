@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 from rich.console import Console
+from server_harness import eventually
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rollout.demo import task
@@ -16,6 +18,7 @@ from rollout.demo.loop import run
 from rollout.demo.model import fetch_smollm2
 from rollout.demo.report import Step, most_versions, summary
 from rollout.demo.trainer import TrainStats
+from trainer_bridge import RolloutClient
 from trainer_bridge.client import Choice, Span
 from trainer_bridge.sampler import Group, Prompt, SamplerStats
 
@@ -139,6 +142,19 @@ def test_the_demo_trains_pushes_and_reports(smollm2: Path, tmp_path: Path, monke
     replayed = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
     assert replayed.returncode == 0, replayed.stdout + replayed.stderr
     assert replayed.stdout.count("the same ids and logprob bits") == 8
+
+
+def test_a_killed_demo_takes_its_server_along(tmp_path: Path) -> None:
+    model = tiny_models.build("llama", tmp_path / "model")
+    script = "with serve(Path(sys.argv[1]), Path(sys.argv[2])) as url: print(url); input()"
+    script = f"import sys; from pathlib import Path; from rollout.demo.server import serve\n{script}"
+    command = [sys.executable, "-uc", script, str(model), str(tmp_path / "log")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        client = RolloutClient(demo.stdout.readline().strip())
+        assert client.health()
+        demo.kill()
+    eventually(lambda: not client.health(), timeout_s=60)
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,7 +175,9 @@ def test_grpo_learns_in_exact_mode_and_logs_what_a_researcher_wants(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))  # no key: offline without being told
     flags = [model, "--url", server, "--exact", "--output", tmp_path, "--top-p", "0.9", "--max-tokens", "12"]
     flags += ["--learning-rate", "2e-2"]
     run(examples["grpo"], monkeypatch, *flags, "--steps", "10")
@@ -200,11 +203,17 @@ def test_grpo_learns_in_exact_mode_and_logs_what_a_researcher_wants(
     assert {name for name in drawn if name not in names} == {dashboard.LAGS}  # a histogram: of several parts
     for row, step in zip(logged, steps, strict=True):
         assert {name: row[name] for name in step} == step
-        assert row["samples/rollouts/nrows"] == 4
         assert sum(row["staleness/lags/values"]) == round(32 * row["length/mean"])
     assert {"server/num_requests_running", "server/weight_epoch", "server/kv_cache_usage_perc"} <= names
-    table = json.loads(next(tmp_path.glob("wandb/*/files/media/table/samples/rollouts_*.json")).read_text())
-    assert table["columns"] == ["step", "reward", "tokens", "finish_reason", "versions", "prompt", "answer"]
+    pages = [path.read_text() for path in tmp_path.glob("wandb/*/files/media/html/samples/rollouts_*.html")]
+    assert len(pages) == 16
+    for page in pages:
+        assert page.count("<tr>") == 1 + 4
+        answers = re.findall(
+            r'(?:<span style="background:#\w+" title="step-\d+, tokens \d+ to \d+[^>]*>[\d ]+</span>)+', page
+        )
+        assert len(answers) == 4
+    assert any("step-1, step-2" in page for page in pages)  # an answer that crossed a push
 
 
 def test_ppo_learns_with_a_server_of_its_own(

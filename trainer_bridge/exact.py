@@ -200,7 +200,7 @@ def _attend(
 
 
 def _product(layer: nn.Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The layer's forward pass by the engine's product. Its weight is packed each time: nothing tells when it changes."""
+    """The layer's forward pass by the engine's product. It packs each time: nothing tells when a weight changes."""
 
     def forward(x: Tensor) -> Tensor:
         biases = [] if layer.bias is None else [layer.bias.detach()]

@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
-OutputOption = Annotated[Path, typer.Option(help="Folder for reward.png, summary.json, rollouts.jsonl, the server's log and wandb.")]
+OutputOption = Annotated[
+    Path, typer.Option(help="Folder for reward.png, summary.json, rollouts.jsonl, the server's log and wandb.")
+]
 StepsOption = Annotated[int, typer.Option(min=4, help="Optimizer steps, each followed by a push of the weights.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the order of questions and of the server's sampling.")]
 ModelOption = Annotated[

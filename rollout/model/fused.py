@@ -106,9 +106,9 @@ def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
             return stock(x)
         width = x.shape[-1]
         squares, y = torch.empty(x.shape), torch.empty_like(x)
-        square(address(x), address(squares), ctypes.c_int64(x.numel()))
-        means = squares.mean(-1)  # ATen's own order of summation
         rows = ctypes.c_int64(x.numel() // width)
+        square(address(x), address(squares), rows, width)
+        means = squares.mean(-1)  # ATen's own order of summation
         scale_rows(address(x), address(means), address(weight), epsilon, address(y), rows, width)
         return y
 

@@ -19,7 +19,7 @@ from trainer_bridge.dashboard import LAGS, LAYOUT, SAMPLES, STEP
 from trainer_bridge.sampler import Group
 
 COLOURS = ("#cfe8ff", "#fff1b8", "#f3d1f4", "#d3f2d0", "#ffd9c2", "#d9d6ff")
-_COLUMNS: list[str | int] = ["step", "reward", "tokens", "finish_reason", "versions", "prompt", "answer"]
+_COLUMNS = ("reward", "tokens", "finish_reason", "versions", "prompt", "answer")
 
 
 class WandbLogger:
@@ -63,20 +63,8 @@ class WandbLogger:
         row: dict[str, Any] = dict(metrics)
         if lags is not None and len(known := lags[lags.isfinite()]):
             row[LAGS] = wandb.Histogram(known.tolist(), num_bins=int(known.max() - known.min()) + 1)
-        answers = [
-            (group, choice, reward)
-            for group in groups
-            for choice, reward in zip(group.choices, group.rewards, strict=True)
-        ]
-        if answers:
-            row[SAMPLES] = wandb.Table(columns=_COLUMNS, data=[
-                [
-                    metrics[STEP], reward, len(choice.token_ids), choice.finish_reason,
-                    ", ".join(dict.fromkeys(span.version for span in choice.spans)),
-                    decode(group.prompt.token_ids), wandb.Html(coloured_html(choice, decode)),
-                ]
-                for group, choice, reward in answers[:samples]
-            ])  # fmt: skip
+        if groups:
+            row[SAMPLES] = wandb.Html(samples_html(groups, decode, samples), inject=False)
         self._run.log(row)
 
     def finish(self, summary: Mapping[str, Any] | None = None) -> None:
@@ -84,6 +72,23 @@ class WandbLogger:
         if self._run is not None:
             self._run.summary.update(dict(summary or {}))
             self._run.finish()
+
+
+def samples_html(groups: Sequence[Group], decode: Callable[[Sequence[int]], str], samples: int) -> str:
+    """A table of the first `samples` answers."""
+    rows = [_row("th", _COLUMNS)]
+    for group in groups:
+        for choice, reward in zip(group.choices, group.rewards, strict=True):
+            versions = ", ".join(dict.fromkeys(span.version for span in choice.spans))
+            known = [f"{reward:.3f}", len(choice.token_ids), choice.finish_reason, versions]
+            cells = [html.escape(str(cell)) for cell in (*known, decode(group.prompt.token_ids))]
+            rows.append(_row("td", [*cells, coloured_html(choice, decode)]))
+    style = "font:13px monospace;white-space:pre-wrap;text-align:left"
+    return f'<meta charset="utf-8"><table border="1" style="{style}">{"".join(rows[: samples + 1])}</table>'
+
+
+def _row(tag: str, cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in cells) + "</tr>"
 
 
 def coloured_html(choice: Choice, decode: Callable[[Sequence[int]], str]) -> str:
@@ -95,7 +100,7 @@ def coloured_html(choice: Choice, decode: Callable[[Sequence[int]], str]) -> str
         title = f"{span.version}, tokens {span.start} to {span.end}, epoch {span.epoch}, cache {span.kv}"
         text = html.escape(decode(choice.token_ids[span.start : span.end]))
         pieces.append(f'<span style="background:{colour}" title="{html.escape(title)}">{text}</span>')
-    return f'<div style="font-family:monospace;white-space:pre-wrap">{"".join(pieces)}</div>'
+    return "".join(pieces)
 
 
 def workspace(entity: str, project: str) -> Any:
@@ -109,6 +114,6 @@ def workspace(entity: str, project: str) -> Any:
             reports.LinePlot(title=f"{panel.title} ({panel.unit})", x=STEP, y=list(panel.metrics)) for panel in panels
         ]
         sections.append(workspaces.Section(name=title, is_open=True, panels=plots))
-    table = reports.WeavePanelSummaryTable(table_name=SAMPLES)
+    table = reports.MediaBrowser(media_keys=[SAMPLES])
     sections.append(workspaces.Section(name="Samples", is_open=True, panels=[table]))
     return workspaces.Workspace(entity=entity, project=project, name="rollout", sections=sections)

@@ -56,14 +56,6 @@ inline void narrow(float x, bf16& to) {  // round to nearest even; NaN stays NaN
     to = x != x ? 0x7fc0 : uint16_t((b + 0x7fff + ((b >> 16) & 1)) >> 16);
 }
 
-// Without branches, so that a loop of it becomes vectors; for numbers.
-template <class T> inline T rounded(float x) {
-    if constexpr (sizeof(T) == 4) return x;
-    uint32_t b; std::memcpy(&b, &x, 4);
-    return T((b + 0x7fff + ((b >> 16) & 1)) >> 16);
-}
-template <class T> inline T rounded(T a, T b) { return rounded<T>(widen(a) + widen(b)); }
-
 inline void store_narrow(float* at, Floats v) { store(at, v); }
 inline void store_narrow(bf16* at, Floats v) {
     typedef bf16 Halves __attribute__((vector_size(32)));
@@ -71,6 +63,19 @@ inline void store_narrow(bf16* at, Floats v) {
     Ints rounded = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
     Halves h = __builtin_convertvector(v == v ? rounded : Ints{} + 0x7fc0, Halves);
     std::memcpy(at, &h, sizeof h);
+}
+
+inline Floats load_wide(const float* at) { return load(at); }
+inline Floats load_wide(const bf16* at) {
+    typedef bf16 Halves __attribute__((vector_size(32)));
+    Halves h; std::memcpy(&h, at, sizeof h);
+    return floats(__builtin_convertvector(h, Ints) << 16);
+}
+template <class T> inline Floats rounded(Floats v);  // to T's precision; for numbers
+template <> inline Floats rounded<float>(Floats v) { return v; }
+template <> inline Floats rounded<bf16>(Floats v) {
+    Ints b = bits(v);
+    return floats((b + 0x7fff + ((b >> 16) & 1)) & int32_t(0xffff0000));
 }
 
 inline float sum(Floats v) {
@@ -164,6 +169,7 @@ template <class T> class Tile {
         for (int start = 0; start < last; start += CHUNK)
             for (int r = 0, end; r < count; r = end) {
                 for (end = r + 1; end < count && same_blocks(rows[r], rows[end], start); end++) {}
+                ahead = end < count && rows[end].seen >= rows[r].seen ? rows[end].table + start / cache.block_size : nullptr;
                 attend(kv_head, rows, r, end, start);
             }
         for (int v = 0; v < vectors; v++) {
@@ -181,6 +187,7 @@ template <class T> class Tile {
   private:
     const Cache<T> cache;
     int groups;
+    const int32_t* ahead = nullptr;  // the blocks that are read next: memory is fetched while there is work
     float scaling;
     int window;
     float softcap;
@@ -222,17 +229,15 @@ template <class T> class Tile {
     // scores[v][position] = query · key
     void score(int kv_head, const int32_t* table, int length, int base, int vectors) {
         for (int p = 0; p < length; p += LANES) {
-            const T *keys = key_lanes(kv_head, table, p), *next = p + LANES < length ? key_lanes(kv_head, table, p + LANES) : keys;
+            const T* keys = cache.key_block(table[p / cache.block_size], kv_head) + lanes_at(p) * cache.key_dim;
+            const T* next = cache.value_block(table[p / cache.block_size], kv_head) + lanes_at(p) * cache.padded;
             int v = 0;
             for (; v + 8 <= vectors; v += 8) score_some<8>(keys, next, base + v, v, p);
             for (; v + 3 <= vectors; v += 3) score_some<3>(keys, next, base + v, v, p);
             for (; v < vectors; v++) score_some<1>(keys, next, base + v, v, p);
         }
     }
-    const T* key_lanes(int kv_head, const int32_t* table, int p) const {
-        return cache.key_block(table[p / cache.block_size], kv_head) +
-               (p % cache.block_size) / LANES * LANES * cache.key_dim;
-    }
+    int lanes_at(int p) const { return p % cache.block_size / LANES * LANES; }
     template <int N> inline void score_some(const T* keys, const T* next, int from, int to, int p) {
         constexpr int W = PER_WORD<T>;
         Floats even[N] = {}, odd[N] = {};  // two sums: one's latency hides behind the other's
@@ -294,8 +299,7 @@ template <class T> class Tile {
         Floats sums[N][WIDE] = {};
         for (int p = 0; p < length; p += cache.block_size) {
             const T* values = cache.value_block(table[p / cache.block_size], kv_head) + d * W;
-            const T* next = p + cache.block_size < length
-                                ? cache.value_block(table[p / cache.block_size + 1], kv_head) + d * W : values;
+            const T* next = ahead ? cache.key_block(ahead[p / cache.block_size], kv_head) + d * W : values;
             const T* w = &weights[size_t(v) * CHUNK + p];
             for (int i = 0, n = std::min(cache.block_size, length - p); i < n; i += W) {
                 for (int j = 0; j < WIDE; j++) __builtin_prefetch(next + int64_t(i) * cache.padded + j * LANES * W);
@@ -349,6 +353,26 @@ void attend(const T* query, const T* key, const T* value, const int64_t* strides
     }
 }
 
+// Work in whole vectors on a piece that may end within one.
+template <class T, class Work> inline void in_vectors(int count, Work work) {
+    int d = 0;
+    for (; d + LANES <= count; d += LANES) work(d, LANES);
+    if (d < count) work(d, count - d);
+}
+template <class T> inline Floats load_some(const T* at, int count) {
+    if (count == LANES) return load_wide(at);
+    T some[LANES] = {};
+    std::memcpy(some, at, count * sizeof(T));
+    return load_wide(some);
+}
+template <class T> inline void store_some(T* at, Floats v, int count) {
+    if (count == LANES) return store_narrow(at, v);
+    T some[LANES];
+    store_narrow(some, v);
+    std::memcpy(at, some, count * sizeof(T));
+}
+
+// x * cosine + turned(x) * sine, each operation rounded as one of torch's would be.
 template <class T>
 void rotate(const T* from, int64_t head_stride, int64_t token_stride, const T* cosine, const T* sine, T* to, int heads,
             int tokens, int dim) {
@@ -356,14 +380,13 @@ void rotate(const T* from, int64_t head_stride, int64_t token_stride, const T* c
 #pragma omp parallel for if (int64_t(tokens) * heads * dim > 8192)
     for (int t = 0; t < tokens; t++)
         for (int h = 0; h < heads; h++) {
-            const T *__restrict x = from + h * head_stride + t * token_stride, *__restrict c = cosine + int64_t(t) * dim,
-                    *__restrict s = sine + int64_t(t) * dim;
-            T* __restrict y = to + (int64_t(t) * heads + h) * dim;
-            for (int d = 0; d < half; d++) {
-                y[d] = rounded<T>(rounded<T>(widen(x[d]) * widen(c[d])), rounded<T>(-widen(x[d + half]) * widen(s[d])));
-                y[d + half] = rounded<T>(rounded<T>(widen(x[d + half]) * widen(c[d + half])),
-                                         rounded<T>(widen(x[d]) * widen(s[d + half])));
-            }
+            const T *x = from + h * head_stride + t * token_stride, *c = cosine + int64_t(t) * dim, *s = sine + int64_t(t) * dim;
+            T* y = to + (int64_t(t) * heads + h) * dim;
+            in_vectors<T>(half, [&](int d, int n) {
+                Floats low = load_some(x + d, n), high = load_some(x + half + d, n);
+                store_some(y + d, rounded<T>(low * load_some(c + d, n)) + rounded<T>(-high * load_some(s + d, n)), n);
+                store_some(y + half + d, rounded<T>(high * load_some(c + half + d, n)) + rounded<T>(low * load_some(s + half + d, n)), n);
+            });
         }
 }
 
@@ -436,9 +459,13 @@ void multiply(const bf16* x, const bf16* packed, const float* bias, int64_t rows
     }
 }
 
-template <class T> void square(const T* __restrict x, float* __restrict y, int64_t n) {
-#pragma omp parallel for simd if (n > 16384)
-    for (int64_t i = 0; i < n; i++) y[i] = widen(x[i]) * widen(x[i]);
+template <class T> void square(const T* x, float* y, int64_t rows, int width) {
+#pragma omp parallel for if (rows * width > 16384)
+    for (int64_t r = 0; r < rows; r++)
+        in_vectors<T>(width, [&](int d, int n) {
+            Floats v = load_some(x + r * width + d, n);
+            store_some(y + r * width + d, v * v, n);
+        });
 }
 
 template <class T>
@@ -446,9 +473,10 @@ void scale_rows(const T* x, const float* mean_square, const T* weight, float eps
 #pragma omp parallel for if (rows * width > 16384)
     for (int64_t r = 0; r < rows; r++) {
         float scale = 1.0f / std::sqrt(mean_square[r] + epsilon);
-        const T *__restrict from = x + r * width, *__restrict by = weight;
-        T* __restrict to = y + r * width;
-        for (int i = 0; i < width; i++) to[i] = rounded<T>(widen(by[i]) * widen(rounded<T>(widen(from[i]) * scale)));
+        in_vectors<T>(width, [&](int d, int n) {
+            Floats normal = rounded<T>(load_some(x + r * width + d, n) * scale);
+            store_some(y + r * width + d, load_some(weight + d, n) * normal, n);
+        });
     }
 }
 
@@ -470,7 +498,7 @@ void scale_rows(const T* x, const float* mean_square, const T* weight, float eps
                                   int tokens, int dim) {                                                               \
         rotate<T>(x, hs, ts, c, s, y, heads, tokens, dim);                                                             \
     }                                                                                                                  \
-    extern "C" void square_##NAME(const T* x, float* y, int64_t n) { square<T>(x, y, n); }                             \
+    extern "C" void square_##NAME(const T* x, float* y, int64_t rows, int width) { square<T>(x, y, rows, width); }                             \
     extern "C" void scale_rows_##NAME(const T* x, const float* m, const T* w, float e, T* y, int64_t rows, int width) { \
         scale_rows<T>(x, m, w, e, y, rows, width);                                                                     \
     }
