@@ -105,7 +105,7 @@ def test_figures_of_made_up_rounds() -> None:
 
 def test_two_foreign_servers_in_turn(tmp_path: Path) -> None:
     with foreign_server() as first, foreign_server() as second:
-        options = ["--load", "grpo", "--load", "single", "--rounds", "3", "--warmup", "1", "--vocab-size", "50"]
+        options = ["--load", "grpo", "--load", "single", "--rounds", "3", "--pause", "0", "--vocab-size", "50"]
         file = tmp_path / "figures.json"
         printed = invoke("--url", first.url, "--against", second.url, *options, "--json", str(file))
     for server in (first, second):
@@ -135,7 +135,8 @@ def test_two_foreign_servers_in_turn(tmp_path: Path) -> None:
         assert len(times) == 3
         assert server["first_token_seconds"]["max"] == max(times)
         assert all(0 < when < r["seconds"] for r in server["rounds"] for when in r["first_tokens"])
-    assert "ratio" in printed
+    assert f"A {first.url}" in printed
+    assert "A / B" in printed
 
 
 def test_our_own_server_gets_the_same_requests(tmp_path: Path) -> None:

@@ -87,14 +87,14 @@ def attack(server: RunningServer, method: str, path: str, examples: int) -> None
         suppress_health_check=list(HealthCheck),
     )
     def send(case: Case) -> None:
-        response = case.call(base_url=server.url, timeout=60)
+        response = case.call(base_url=server.url, timeout=300)
         assert response.status_code < 500 or response.status_code == 503, response.text
         case.validate_response(response, checks=CHECKS)
 
     send()
     assert httpx.get(f"{server.url}/health").status_code == 200
     body = {"token_ids": [70, 71], "sampling_params": {"max_tokens": 3, "temperature": 0}}
-    httpx.post(f"{server.url}/resume", timeout=60)
+    httpx.post(f"{server.url}/resume", timeout=300)
     answer = httpx.post(server.url + PATH, json=body, timeout=60).json()
     assert len(answer["choices"][0]["token_ids"]) == 3
     eventually(lambda: server.stats()["free_blocks"] == server.stats()["num_blocks"])

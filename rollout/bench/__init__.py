@@ -44,6 +44,9 @@ WarmupOption = Annotated[int, typer.Option(min=0, help="Rounds of each load befo
 StreamOption = Annotated[
     bool | None, typer.Option("--stream/--no-stream", help="How answers come, whatever the load says.")
 ]
+PauseOption = Annotated[
+    float, typer.Option(min=0, help="Seconds before each turn of two servers: some spin on after their last answer.")
+]
 SeedOption = Annotated[int, typer.Option(help="Seed of the random prompts.")]
 VocabOption = Annotated[
     int | None, typer.Option(min=1, help="Ids of prompts are below this. Default: read from the model's config.json.")
@@ -101,6 +104,7 @@ def load(
     rounds: RoundsOption = 5,
     warmup: WarmupOption = 1,
     stream: StreamOption = None,
+    pause: PauseOption = 3.0,
     seed: SeedOption = 0,
     vocab_size: VocabOption = None,
     json_file: JsonOption = None,
@@ -123,7 +127,7 @@ def load(
         times = len(servers) * (warmup + rounds)
         with progress(console, **{load.name: load.requests * times for load in chosen}) as advance:
             comparisons = [
-                compare(load, servers, rounds=rounds, warmup=warmup, seed=seed, on_answer=on_answer)
+                compare(load, servers, rounds=rounds, warmup=warmup, seed=seed, pause=pause, on_answer=on_answer)
                 for load, on_answer in zip(chosen, advance, strict=True)
             ]
     console.print(report.loads_table(comparisons))

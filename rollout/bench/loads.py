@@ -15,7 +15,7 @@ from trainer_bridge.client import RolloutClient, RolloutError
 
 @dataclass(frozen=True)
 class Load:
-    """`requests` at once, each of `n` samples of exactly `max_tokens` tokens.
+    """`requests` at once, each of `n` samples of exactly `max_tokens` tokens; each prompt is sent `repeat` times.
 
     Prompts have between `shortest` and `longest` tokens, spread evenly over their logarithm. `stream`: answers come as
     server-sent events, which also tell the time to the first token.
@@ -29,6 +29,7 @@ class Load:
     longest: int
     max_tokens: int
     stream: bool = False
+    repeat: int = 1
 
     @property
     def output_tokens(self) -> int:
@@ -47,17 +48,18 @@ class Load:
         lengths = random.Random(f"{self.name} {seed} {number}")
         draw = random.Random(f"{self.name} {seed} {number} {copy}")
         spread = math.log(self.longest / self.shortest)
-        return [
+        different = [
             draw.choices(range(vocab_size), k=round(self.shortest * math.exp(spread * lengths.random())))
-            for _ in range(self.requests)
+            for _ in range(self.requests // self.repeat)
         ]
+        return [prompt for prompt in different for _ in range(self.repeat)]
 
 
 LOADS = {
     load.name: load
     for load in (
         Load("grpo", "8 prompts x 8 samples (n), 256 -> 128", 8, 8, 256, 256, 128),
-        Load("singles", "64 requests, 256 -> 128", 64, 1, 256, 256, 128),
+        Load("singles", "8 prompts x 8 single requests, 256 -> 128", 64, 1, 256, 256, 128, repeat=8),
         Load("single", "1 request, 32 -> 128", 1, 1, 32, 32, 128, stream=True),
         Load("group", "1 prompt x 32 samples (n), 1024 -> 64", 1, 32, 1024, 1024, 64),
         Load("many", "256 requests, 32 to 3968 -> 128", 256, 1, 32, 3968, 128),

@@ -92,12 +92,22 @@ class Comparison:
 
 
 def compare(
-    load: Load, servers: Sequence[Server], *, rounds: int, warmup: int, seed: int, on_answer: Callable[[], None]
+    load: Load,
+    servers: Sequence[Server],
+    *,
+    rounds: int,
+    warmup: int,
+    seed: int,
+    pause: float,
+    on_answer: Callable[[], None],
 ) -> Comparison:
     """Warm up each server, then run `rounds` against them in turn; the one that begins alternates.
 
-    All servers get prompts of the same lengths, and none gets a prompt twice, so that no prefix cache helps.
-    `on_answer` is called at each finished request. Raises RolloutError, and ShortAnswerError where an answer lacks
+    `pause`: seconds before each turn where there are several servers, since one may go on spinning after its last
+    answer (vLLM does for about a second), at the expense of the next. All servers get prompts of the same lengths, and
+    none gets a prompt twice, so that no prefix cache helps. `on_answer` is called at each finished request.
+
+    Raises ValueError for a context that a server doesn't take, RolloutError, and ShortAnswerError where an answer lacks
     tokens.
     """
     for server in servers:
@@ -110,6 +120,8 @@ def compare(
     for number in range(warmup + rounds):
         order = list(enumerate(servers))
         for index, server in order if number % 2 == 0 else reversed(order):
+            if len(servers) > 1:
+                time.sleep(pause)
             prompts = load.prompts(seed, number, server.vocab_size, copy=index)
             measurement = asyncio.run(run_round(load, server, prompts, on_answer))
             if number >= warmup:

@@ -47,18 +47,22 @@ def spread(value: Spread | None, scale: float = 1.0, digits: int = 1) -> str:
 def loads_table(comparisons: Sequence[Comparison]) -> Table:
     """Tokens/s of each load and server, and the first server's ratio to the second."""
     servers = [result.server for result in comparisons[0].results]
-    table = Table("load", title="Output tokens/s: median (min–max)")
-    for server in servers:
-        table.add_column(f"{server.url}\n{server.version}", justify="right")
-    for server in servers:
-        table.add_column(f"first token, ms\n{server.url}", justify="right")
+    names = "AB"[: len(servers)] if len(servers) > 1 else [""]
+    legend = [f"{name} {server.url} {server.version}".strip() for name, server in zip(names, servers, strict=True)]
+    table = Table("load", title="median (min–max)", caption="\n".join(legend))
+    for name in names:
+        table.add_column(f"{name} tokens/s".strip(), justify="right", no_wrap=True)
+    streamed = any(result.first_token for comparison in comparisons for result in comparison.results)
+    for name in names if streamed else ():
+        table.add_column(f"{name} first token, ms".strip(), justify="right")
     if len(servers) > 1:
-        table.add_column("ratio", justify="right")
+        table.add_column("A / B", justify="right", no_wrap=True)
     for comparison in comparisons:
         results = comparison.results
-        row = [f"[bold]{comparison.load.name}[/]  {comparison.load.about}"]
+        row = [f"[bold]{comparison.load.name}[/]"]
         row += [spread(result.tokens_per_second) for result in results]
-        row += [spread(result.first_token, 1e3, 0) for result in results]
+        if streamed:
+            row += [spread(result.first_token, 1e3, 0) for result in results]
         if comparison.ratio is not None:
             row.append(spread(comparison.ratio, digits=2))
         table.add_row(*row)

@@ -31,7 +31,8 @@ class WandbLogger:
             return
         import wandb
 
-        decided = "WANDB_MODE" in os.environ or wandb.login(prompt=False)
+        # Said outright: wandb reads the variable once a process.
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.login(prompt=False) else "offline")
         folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=project,
@@ -39,7 +40,7 @@ class WandbLogger:
             config=dict(config),
             id=run_id,
             resume=None if run_id is None else "allow",
-            mode=None if decided else "offline",
+            mode=mode,
             settings=wandb.Settings(silent=True),
         )
         self._run.define_metric(STEP, hidden=True)

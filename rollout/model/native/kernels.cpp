@@ -166,12 +166,8 @@ template <class T> class Tile {
                 std::memcpy(&queries[size_t(r * groups + g) * dim],
                             query + (kv_head * groups + g) * head_stride + rows[r].token * token_stride, dim * sizeof(T));
         }
-        for (int start = 0; start < last; start += CHUNK)
-            for (int r = 0, end; r < count; r = end) {
-                for (end = r + 1; end < count && same_blocks(rows[r], rows[end], start); end++) {}
-                ahead = end < count && rows[end].seen >= rows[r].seen ? rows[end].table + start / cache.block_size : nullptr;
-                attend(kv_head, rows, r, end, start);
-            }
+        plan(kv_head, rows, count, last);
+        for (const Run& run : runs) attend(kv_head, rows, run);
         for (int v = 0; v < vectors; v++) {
             int head = kv_head * groups + v % groups, token = rows[v / groups].token;
             if (sinks) fold(v, sinks[head], 1.0f, nullptr);
@@ -187,7 +183,6 @@ template <class T> class Tile {
   private:
     const Cache<T> cache;
     int groups;
-    const int32_t* ahead = nullptr;  // the blocks that are read next: memory is fetched while there is work
     float scaling;
     int window;
     float softcap;
@@ -204,7 +199,47 @@ template <class T> class Tile {
         return n == blocks_of(b, start) && std::equal(a.table + first, a.table + first + n, b.table + first);
     }
 
-    void attend(int kv_head, const Row* rows, int first, int end, int start) {
+    struct Run {  // rows [first, end) read the same blocks in the chunk at `start`
+        int first, end, start;
+    };
+    std::vector<Run> runs;
+
+    // What the runs will read, in order: fetched at an even pace, so that memory works while there is much to compute.
+    std::vector<const T*> blocks;
+    size_t fetched;
+    int64_t line, lines_per_block;
+    int pace;  // lines a tick
+
+    void plan(int kv_head, const Row* rows, int count, int last) {
+        runs.clear();
+        blocks.clear();
+        int64_t ticks = 1;
+        for (int start = 0; start < last; start += CHUNK)
+            for (int r = 0, end; r < count; r = end) {
+                for (end = r + 1; end < count && same_blocks(rows[r], rows[end], start); end++) {}
+                runs.push_back({r, end, start});
+                int n = 0;
+                for (int i = r; i < end; i++) n = std::max(n, blocks_of(rows[i], start));
+                for (int i = 0; i < n; i++) {
+                    int block = rows[r].table[std::min(start / cache.block_size + i, (rows[r].seen - 1) / cache.block_size)];
+                    blocks.push_back(cache.key_block(block, kv_head));
+                    blocks.push_back(cache.value_block(block, kv_head));
+                }
+                ticks += int64_t(n) * ((end - r) * groups + 3) / 4 * cache.block_size / 2;
+            }
+        fetched = 0, line = 0;
+        lines_per_block = int64_t(cache.block_size) * std::min(cache.key_dim, cache.padded) * sizeof(T) / 64;
+        pace = int(blocks.size() * lines_per_block / ticks + 1);
+    }
+    inline void fetch() {
+        for (int i = 0; i < pace && fetched < blocks.size(); i++) {
+            __builtin_prefetch(reinterpret_cast<const char*>(blocks[fetched]) + line * 64, 0, 2);
+            if (++line == lines_per_block) line = 0, fetched++;
+        }
+    }
+
+    void attend(int kv_head, const Row* rows, const Run& run) {
+        int first = run.first, end = run.end, start = run.start;
         int seen = 0, least = INT32_MAX;
         const int32_t* table = rows[first].table;
         for (int r = first; r < end; r++) {
@@ -230,22 +265,20 @@ template <class T> class Tile {
     void score(int kv_head, const int32_t* table, int length, int base, int vectors) {
         for (int p = 0; p < length; p += LANES) {
             const T* keys = cache.key_block(table[p / cache.block_size], kv_head) + lanes_at(p) * cache.key_dim;
-            const T* next = cache.value_block(table[p / cache.block_size], kv_head) + lanes_at(p) * cache.padded;
             int v = 0;
-            for (; v + 8 <= vectors; v += 8) score_some<8>(keys, next, base + v, v, p);
-            for (; v + 3 <= vectors; v += 3) score_some<3>(keys, next, base + v, v, p);
-            for (; v < vectors; v++) score_some<1>(keys, next, base + v, v, p);
+            for (; v + 8 <= vectors; v += 8) score_some<8>(keys, base + v, v, p);
+            for (; v + 3 <= vectors; v += 3) score_some<3>(keys, base + v, v, p);
+            for (; v < vectors; v++) score_some<1>(keys, base + v, v, p);
         }
     }
     int lanes_at(int p) const { return p % cache.block_size / LANES * LANES; }
-    template <int N> inline void score_some(const T* keys, const T* next, int from, int to, int p) {
+    template <int N> inline void score_some(const T* keys, int from, int to, int p) {
         constexpr int W = PER_WORD<T>;
         Floats even[N] = {}, odd[N] = {};  // two sums: one's latency hides behind the other's
         const T* q = &queries[size_t(from) * cache.key_dim];
         int d = 0;
         for (; d + 2 * W <= cache.key_dim; d += 2 * W) {
-            __builtin_prefetch(next + d * LANES);
-            __builtin_prefetch(next + (d + W) * LANES);
+            fetch();
             for (int i = 0; i < N; i++) multiply_add<T>(even[i], keys + d * LANES, q + i * cache.key_dim + d);
             for (int i = 0; i < N; i++) multiply_add<T>(odd[i], keys + (d + W) * LANES, q + i * cache.key_dim + d + W);
         }
@@ -299,10 +332,9 @@ template <class T> class Tile {
         Floats sums[N][WIDE] = {};
         for (int p = 0; p < length; p += cache.block_size) {
             const T* values = cache.value_block(table[p / cache.block_size], kv_head) + d * W;
-            const T* next = ahead ? cache.key_block(ahead[p / cache.block_size], kv_head) + d * W : values;
             const T* w = &weights[size_t(v) * CHUNK + p];
             for (int i = 0, n = std::min(cache.block_size, length - p); i < n; i += W) {
-                for (int j = 0; j < WIDE; j++) __builtin_prefetch(next + int64_t(i) * cache.padded + j * LANES * W);
+                fetch();
                 for (int k = 0; k < N; k++)
                     for (int j = 0; j < WIDE; j++)
                         multiply_add<T>(sums[k][j], values + int64_t(i) * cache.padded + j * LANES * W, w + k * CHUNK + i);
