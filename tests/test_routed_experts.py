@@ -76,7 +76,9 @@ def assert_routed(engine: Engine, model: PreTrainedModel, requests: Iterable[Add
             assert rows.tolist() == expected(model, tokens[:-1]).tolist()
 
 
-@pytest.mark.parametrize("config", [{}, {"batch_invariant": True, "block_size": 16}, {"enable_prefix_caching": False}], ids=str)
+@pytest.mark.parametrize(
+    "config", [{}, {"batch_invariant": True, "block_size": 16}, {"enable_prefix_caching": False}], ids=str
+)
 def test_chunks_groups_and_prefix_hits(tiny: Tiny, config: dict[str, Any]) -> None:
     e = start(tiny, max_num_batched_tokens=20, **config)
     group = request("group", prompt(50), n=4, max_tokens=9)

@@ -12,7 +12,9 @@ from typing import Any
 import fake_engine
 import pytest
 import text_server
+import torch
 from server_harness import RunningServer, eventually
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.demo.server import serve
 
@@ -82,9 +84,9 @@ def test_leaving_the_loop_ends_the_request(client: Any, server: RunningServer) -
 
 
 def test_refusals_are_told_in_the_servers_words(client: Any) -> None:
-    with pytest.raises(RuntimeError, match="400: .*max_tokens must be at least 1, got 0"):
+    with pytest.raises(RuntimeError, match=r"400: .*max_tokens must be at least 1, got 0"):
         client.generate([7], max_tokens=0)
-    with pytest.raises(RuntimeError, match="400: .*max_tokens must be at least 1, got 0"):
+    with pytest.raises(RuntimeError, match=r"400: .*max_tokens must be at least 1, got 0"):
         next(client.stream([7], "refused", max_tokens=0))
     with pytest.raises(RuntimeError, match="engine"):
         list(client.stream([fake_engine.DIE, 20], "dies", max_tokens=100))
@@ -93,9 +95,15 @@ def test_refusals_are_told_in_the_servers_words(client: Any) -> None:
 @pytest.mark.smollm2
 def test_it_asks_a_real_model(smollm2: Path, tmp_path: Path) -> None:
     question = "What is the capital of France?"
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    chat = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    greedy = model.generate(**prompt, max_new_tokens=10, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     with serve(smollm2, tmp_path / "log", "--enable-scale-out", "--dtype", "float32", "--num-threads", "1") as url:
-        command = [sys.executable, FILE, smollm2, question, "--url", url, "--max-tokens", "24", "--abort-after", "24"]
+        command = [sys.executable, FILE, smollm2, question, "--url", url, "--max-tokens", "10"]
         result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
-    assert "\n24 tokens, finish_reason length\n" in result.stdout or "finish_reason stop" in result.stdout
-    assert "weights default" in result.stdout
+    assert result.stdout.startswith(tokenizer.decode(greedy, skip_special_tokens=True) + "\n\n")
+    assert f"\n{len(greedy)} tokens, finish_reason " in result.stdout
+    assert f"tokens 0 to {len(greedy)}: weights default" in result.stdout

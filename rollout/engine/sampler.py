@@ -114,7 +114,8 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
     Never picks a token whose probability is 0. A row without any probability gives 0.
     """
-    probs = pad(logits, (0, -logits.shape[-1] % BLOCK), value=-math.inf).softmax(-1).unflatten(-1, (-1, BLOCK))
+    spare = -logits.shape[-1] % BLOCK
+    probs = (pad(logits, (0, spare), value=-math.inf) if spare else logits).softmax(-1).unflatten(-1, (-1, BLOCK))
     sums = probs
     while sums.shape[-1] > 1:  # element-wise additions only: one order of summation for every batch, thread and device
         half = sums.shape[-1] // 2

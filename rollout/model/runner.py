@@ -22,8 +22,6 @@ from rollout.model.routing import RoutedExperts
 CPU_CACHE_BYTES = 4 << 30
 LOGIT_BYTES = 128 << 20
 """Most bytes of float32 logits in one step, beyond one row a sequence: bounds what prompt logprobs cost."""
-FASTEST_ROWS = 4
-"""Rows of a product that a CPU multiplies faster than fewer of them."""
 
 
 class ModelRunner:
@@ -149,9 +147,6 @@ class ModelRunner:
         self.backend.prepare(batch)
         if self.config.batch_invariant:
             token_ids, positions, head_rows = (fill_up(row, self.dtype) for row in (token_ids, positions, head_rows))
-        if self.device.type == "cpu" and len(token_ids) < FASTEST_ROWS:
-            spare = [0] * (FASTEST_ROWS - len(token_ids))
-            token_ids, positions = token_ids + spare, positions + spare
         inputs = torch.tensor([token_ids, positions], device=self.device)
         head = torch.tensor(head_rows, dtype=torch.long, device=self.device)
         return self._model(inputs[0:1], inputs[1:2], head)[:rows]

@@ -38,6 +38,19 @@ class ErrorBody(msgspec.Struct):
     error: ErrorDetail
 
 
+class ErrorEventDetail(msgspec.Struct):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class ErrorEvent(msgspec.Struct, tag="error", tag_field="type"):
+    """An error in the midst of a stream, in Anthropic's form."""
+
+    error: ErrorEventDetail
+
+
 # What is answered: one of these types.
 _ANSWERS: dict[str, list[Any]] = {
     "/inference/v1/generate": [GenerateResponse[Choice], GenerateResponse[TextChoice]],
@@ -50,12 +63,12 @@ _ANSWERS: dict[str, list[Any]] = {
     "/v1/chat/completions/derender": [ChatResponse, DerenderedChunk[ChatChunk]],
 }
 
-# What the events of a stream are.
+# What the events of a stream are; the last one of each says that something went wrong after the first.
 _EVENTS: dict[str, list[Any]] = {
-    "/inference/v1/generate": [GenerateChunk[Choice], GenerateChunk[TextChoice]],
-    "/v1/completions": [CompletionChunk],
-    "/v1/chat/completions": [ChatChunk],
-    "/v1/messages": [MessageStart, BlockStart, BlockDelta, BlockStop, AnthropicMessageDelta, MessageStop],
+    "/inference/v1/generate": [GenerateChunk[Choice], GenerateChunk[TextChoice], ErrorBody],
+    "/v1/completions": [CompletionChunk, ErrorBody],
+    "/v1/chat/completions": [ChatChunk, ErrorBody],
+    "/v1/messages": [MessageStart, BlockStart, BlockDelta, BlockStop, AnthropicMessageDelta, MessageStop, ErrorEvent],
 }
 
 _EMPTY = {"/health", "/ping", "/inference/v1/abort_requests"}
@@ -97,7 +110,7 @@ def install_openapi(app: FastAPI) -> None:
 
 def _completed(document: dict[str, Any]) -> dict[str, Any]:
     told = [kind for table in (_ANSWERS, _EVENTS) for kinds in table.values() for kind in kinds]
-    kinds = [*told, ErrorBody, *_BODIES.values()]
+    kinds = list({repr(kind): kind for kind in (*told, ErrorBody, *_BODIES.values())}.values())
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}", schema_hook=_array_schema
     )
@@ -116,10 +129,8 @@ def _complete(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> 
     responses.pop("422", None)
     if path in _ANSWERS:
         content = {"application/json": {"schema": _any_of(_ANSWERS[path], schemas)}}
-        if path in _EVENTS:  # no schema of a stream of events can be written in OpenAPI 3.1
-            event = msgspec.json.encode(_any_of(_EVENTS[path], schemas)).decode()
-            said = f"Server-sent events; the data of each is of the form {event}."
-            content["text/event-stream"] = {"schema": {"type": "string", "description": said}}
+        if path in _EVENTS:
+            content["text/event-stream"] = {"schema": _event(_any_of(_EVENTS[path], schemas))}
         responses["200"]["content"] = content
     elif path in _EMPTY:
         responses["200"].pop("content", None)
@@ -131,6 +142,16 @@ def _complete(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> 
     error = {"application/json": {"schema": schemas[repr(ErrorBody)]}}
     for status, description in _ERRORS.items():
         responses[str(status)] = {"description": description, "content": error}
+
+
+def _event(data: dict[str, Any]) -> dict[str, Any]:
+    """The schema of one server-sent event, which is what stands for a stream in OpenAPI 3.1."""
+    forms = [{"const": "[DONE]"}, {"type": "string", "contentMediaType": "application/json", "contentSchema": data}]
+    return {
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": {"anyOf": forms}},
+        "required": ["data"],
+    }
 
 
 def _any_of(kinds: list[Any], schemas: dict[str, Any]) -> dict[str, Any]:
