@@ -209,7 +209,7 @@ def test_events_are_of_the_documented_form(server: RunningServer, path: str) -> 
     validator = jsonschema_rs.Draft202012Validator({**form, "components": DOCUMENT["components"]})
     text = httpx.post(server.url + path, json=STREAMS[path], timeout=60).text
     events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
-    assert len(events) > 2
+    assert events
     for said in events:
         validator.validate(said)
     assert not validator.is_valid({**events[-1], "choices": 3, "type": 3})
