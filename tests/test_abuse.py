@@ -140,6 +140,7 @@ def test_a_thousand_abuses_change_nothing_for_anyone_else(served: Served) -> Non
         finally:
             over.set()
         assert all(task.result(120) for task in working)
+    print(memory)
     eventually(served.is_idle, 60)
     assert max(memory[2:]) - memory[1] < GROWTH_BYTES, memory
     assert httpx.get(served.url + "/health").status_code == 200
