@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import random
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from trainer_bridge import RolloutClient, checkpoint, dashboard, exact, metrics
 from trainer_bridge.integrations.wandb import WandbLogger
 from trainer_bridge.publisher import Publisher
 from trainer_bridge.sampler import Group, Sampler
+from trainer_bridge.scoring import current_gap
 
 
 class Trainer(Protocol):
@@ -33,8 +35,13 @@ class Trainer(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` gave."""
 
-    def step(self, groups: Sequence[Group], lags: Sequence[torch.Tensor]) -> dict[str, float]:
-        """One step on `groups`; `lags` (T,) say of each one's tokens how many versions they are behind. Its metrics."""
+    def step(
+        self, groups: Sequence[Group], lags: Sequence[torch.Tensor], current_gap: Callable[[], float | None]
+    ) -> dict[str, float]:
+        """One step on `groups`; `lags` (T,) say of each one's tokens how many versions they are behind. Its metrics.
+
+        `current_gap` is called as late as the weights are still those that were published, and gives a metric of them.
+        """
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -120,7 +127,7 @@ def run(name: str, args: argparse.Namespace, trainer: Trainer) -> None:
                 )
                 taken = time.monotonic()
                 lags = [lags_of(publisher, group) for group in groups]
-                found = trainer.step(groups, lags)
+                found = trainer.step(groups, lags, lambda: gap_now(trainer, publisher, samples))
                 trained = time.monotonic()
                 step += 1
                 state = {"step": step, "run_id": run_id, "trainer": trainer.state_dict()}
@@ -158,6 +165,11 @@ def sampler(args: argparse.Namespace, client: RolloutClient, task: Task, step: i
         seed=seed,
         outage_s=args.outage,
     )
+
+
+def gap_now(trainer: Trainer, publisher: Publisher, samples: Sampler) -> float | None:
+    """Between trainer and server, of what the trainer's present weights have sampled last."""
+    return current_gap(trainer.policy, samples.newest(), functools.partial(lags_of, publisher))
 
 
 def lags_of(publisher: Publisher, group: Group) -> torch.Tensor:

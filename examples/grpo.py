@@ -9,7 +9,7 @@ server that was restarted in the meantime is brought to the same weights. docs/t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,9 @@ class GRPO:
         self._optimizer = optimizer
         self._max_lag, self._lag_decay = max_lag, lag_decay
 
-    def step(self, groups: Sequence[Group], lags: Sequence[Tensor]) -> dict[str, float]:
+    def step(
+        self, groups: Sequence[Group], lags: Sequence[Tensor], current_gap: Callable[[], float | None]
+    ) -> dict[str, float]:
         """One optimizer step; a forward and a backward pass for each group."""
         total = sum(group.tokens for group in groups)
         seen: list[tuple[Tensor, ...]] = []
@@ -58,11 +60,12 @@ class GRPO:
             seen.append((new, old, scores.entropies, lag))
             loss_sum += float(loss.detach())
             held += float(losses.clipped(new, old, advantages, low=CLIP_LOW, high=CLIP_HIGH).sum())
+        gap = current_gap()
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), MAX_GRAD_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
         tokens = [torch.cat(column) for column in zip(*seen, strict=True)]
-        return metrics.of_tokens(*tokens, cap=RATIO_CAP) | {
+        return metrics.of_tokens(*tokens, cap=RATIO_CAP, current_gap=gap) | {
             "policy/loss": loss_sum,
             "policy/grad_norm": float(norm),
             "policy/clipped_share": held / total,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +56,12 @@ class PPO:
         self._max_lag, self._lag_decay = max_lag, lag_decay
         self._rng = random.Random(0)
 
-    def step(self, groups: Sequence[Group], lags: Sequence[Tensor]) -> dict[str, float]:
+    def step(
+        self, groups: Sequence[Group], lags: Sequence[Tensor], current_gap: Callable[[], float | None]
+    ) -> dict[str, float]:
         """Score the groups, then train on them."""
         batches, tokens = self._batches(groups, lags)
-        found = metrics.of_tokens(*tokens, cap=RATIO_CAP)
+        found = metrics.of_tokens(*tokens, cap=RATIO_CAP, current_gap=current_gap())
         updates = []
         for _ in range(EPOCHS):
             updates += [self._update(batch) for batch in self._rng.sample(batches, len(batches))]

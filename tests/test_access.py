@@ -179,6 +179,26 @@ def test_so_do_those_of_a_second_request(impatient: RunningServer) -> None:
     assert answer.count(b"HTTP/1.1") == 1
 
 
+def test_a_client_that_leaves_with_requests_in_line_ends_them_all(impatient: RunningServer) -> None:
+    request = json.dumps(body(fake_engine.NEVER)).encode()
+    data = f"{HEAD}Content-Length: {len(request)}\r\n\r\n".encode() + request
+    with connect(impatient) as connection:
+        connection.sendall(data + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        eventually(lambda: impatient.engine.in_flight == 1)
+    eventually(lambda: impatient.engine.in_flight == 0)
+
+
+def test_so_does_one_that_sends_nonsense_in_line(impatient: RunningServer) -> None:
+    request = json.dumps({**body(fake_engine.SLOW), "stream": True}).encode()
+    data = f"{HEAD}Content-Length: {len(request)}\r\n\r\n".encode() + request
+    with connect(impatient) as connection:
+        connection.sendall(data)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
+        assert b"HTTP/1.1 400 " in received(connection)
+    eventually(lambda: impatient.engine.in_flight == 0)
+
+
 def test_an_answer_may_take_longer_than_that(impatient: RunningServer) -> None:
     answer = httpx.post(impatient.url + PATH, json=body(fake_engine.SLOW), timeout=30)
     assert len(answer.json()["choices"][0]["token_ids"]) == 30

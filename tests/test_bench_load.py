@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny_models
@@ -14,7 +18,7 @@ from typer.testing import CliRunner
 
 from rollout.bench import bench
 from rollout.bench.loads import DEFAULT_LOADS, LOADS, Load, Server, choose, inspect
-from rollout.bench.measure import Comparison, Result, Round
+from rollout.bench.measure import Comparison, Result, Round, compare
 
 SERVER = Server("http://a", None, "m", "1", 4096, 100)
 
@@ -137,6 +141,25 @@ def test_two_foreign_servers_in_turn(tmp_path: Path) -> None:
         assert all(0 < when < r["seconds"] for r in server["rounds"] for when in r["first_tokens"])
     assert f"A {first.url}" in printed
     assert "A / B" in printed
+
+
+def test_two_servers_pause_before_each_turn_and_alternate_who_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[str | float] = []
+
+    async def run_round(load: Load, server: Server, prompts: list[list[int]], on_answer: Callable[[], None]) -> Round:
+        turns.append(server.url)
+        return Round(1.0, 1, 1, 0.0)
+
+    monkeypatch.setattr("rollout.bench.measure.run_round", run_round)
+    monkeypatch.setattr("rollout.bench.measure.time", SimpleNamespace(sleep=turns.append))
+    settings: dict[str, Any] = {"rounds": 2, "warmup": 1, "seed": 0, "pause": 2.5, "on_answer": lambda: None}
+    other = dataclasses.replace(SERVER, url="http://b")
+    compare(LOADS["single"], [SERVER, other], **settings)
+    a, b = SERVER.url, other.url
+    assert turns == [2.5, a, 2.5, b, 2.5, b, 2.5, a, 2.5, a, 2.5, b]
+    turns.clear()
+    assert len(compare(LOADS["single"], [SERVER], **settings).results[0].rounds) == 2
+    assert turns == [a] * 3
 
 
 def test_our_own_server_gets_the_same_requests(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def test_a_step_is_that_of_the_loss_by_hand_on_full_logits(
     policy = moved(tiny_models.model("llama"), by=0.02)
     by_hand = copy.deepcopy(policy)
     trainer = examples["grpo"].GRPO(policy, torch.optim.SGD(policy.parameters(), lr=1.0), max_lag=3, lag_decay=0.5)
-    found = trainer.step(groups, lags)
+    found = trainer.step(groups, lags, lambda: None)
 
     loss, ratios = torch.zeros(()), []
     for group, weight in zip(groups, (0.5, 1.0), strict=True):
@@ -192,7 +192,7 @@ def test_grpo_learns_in_exact_mode_and_logs_what_a_researcher_wants(
     rewards = [step["reward/mean"] for step in steps]
     assert sum(rewards[-4:]) > sum(rewards[:4]) + 4 * 0.1
     gaps = [step["gap/current_max"] for step in steps if "gap/current_max" in step]
-    assert gaps
+    assert len(gaps) > len(steps) / 2  # of most steps, as groups finish while they compute
     assert set(gaps) == {0.0}  # every bit
     assert max(step["gap/mean"] for step in steps) > 0  # of older versions' tokens
     assert (tmp_path / "dashboard.png").read_bytes().startswith(b"\x89PNG")

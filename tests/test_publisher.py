@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from server_harness import eventually
 
 from rollout.demo.server import serve
 from trainer_bridge import RolloutClient, RolloutError, WeightPushError, checkpoint, dashboard
@@ -165,6 +166,14 @@ def test_aborted_unusable_and_too_many_groups_are_dropped() -> None:
         assert waited
         assert two.prompt.token_ids[0] == one.prompt.token_ids[0] + 1
         assert one.prompt.token_ids[0] >= 5  # the oldest went
+
+
+def test_the_newest_group_can_be_looked_at_and_stays() -> None:
+    with scripted() as (_, url), sampler(url) as running:
+        eventually(lambda: (newest := running.newest()) is not None and newest.prompt.token_ids[0] >= 3)
+        (oldest,) = running.take(1, usable=lambda _: True, timeout_s=20)
+        assert oldest.prompt.token_ids == [0]
+        assert running.newest() is not None
 
 
 def test_a_server_that_finishes_nothing_is_a_timeout() -> None:

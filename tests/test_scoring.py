@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -13,9 +14,11 @@ from transformers import PreTrainedModel
 
 from trainer_bridge import exact, replay
 from trainer_bridge.client import Choice
-from trainer_bridge.scoring import group_logits, score
+from trainer_bridge.sampler import Group, Prompt
+from trainer_bridge.scoring import current_gap, group_logits, score
 
 LENGTHS = (7, 1, 140, 2)
+PARTS = (slice(0, 5), slice(5, 8))
 
 
 def group(prompt_length: int = 11, lengths: tuple[int, ...] = LENGTHS) -> tuple[list[int], list[list[int]]]:
@@ -88,6 +91,20 @@ def test_logprobs_are_replayed_and_entropies_are_the_policys_own() -> None:
     torch.testing.assert_close(scores.entropies, own, atol=1e-4, rtol=0)
     assert not scores.entropies.requires_grad
     assert scores.hidden is None
+
+
+def test_the_current_gap_is_that_of_tokens_without_a_lag() -> None:
+    model = tiny_models.model("llama")
+    prompt, answers = group(lengths=(5, 3))
+    params = {"temperature": 0.9}
+    own = score(model, prompt, [choice(answer) for answer in answers], params).logprobs.detach()
+    off = torch.tensor([0.5, 0.0, 0.25, 0.0, 0.0, 0.0, -0.125, 0.0])
+    lags = torch.tensor([1.0, 0, 2, 0, 0, 0, 0, float("inf")])
+    choices = [replace(choice(a), logprobs=(own + off).tolist()[s]) for a, s in zip(answers, PARTS, strict=True)]
+    sampled = Group(Prompt(prompt), params, choices, [0.0, 1.0])
+    assert current_gap(model, sampled, lambda _: lags) == pytest.approx(0.125, abs=1e-6)
+    assert current_gap(model, sampled, lambda _: lags + 1) is None
+    assert current_gap(model, None, lambda _: lags) is None
 
 
 def test_a_stock_model_with_sliding_windows_is_refused() -> None:

@@ -21,7 +21,7 @@ Metrics = dict[str, float]
 
 def of_rollouts(groups: Sequence[Group]) -> Metrics:
     """Reward and length of the step's answers. `no_signal` is the share of groups whose rewards are all the same."""
-    rewards = torch.tensor([reward for group in groups for reward in group.rewards])
+    rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
     choices = [choice for group in groups for choice in group.choices]
     lengths = torch.tensor([len(choice.token_ids) for choice in choices], dtype=torch.float32)
     same = [max(group.rewards) == min(group.rewards) for group in groups]
@@ -35,12 +35,14 @@ def of_rollouts(groups: Sequence[Group]) -> Metrics:
     }
 
 
-def of_tokens(new: Tensor, old: Tensor, entropies: Tensor, lags: Tensor, *, cap: float) -> Metrics:
+def of_tokens(
+    new: Tensor, old: Tensor, entropies: Tensor, lags: Tensor, *, cap: float, current_gap: float | None = None
+) -> Metrics:
     """The step's tokens, all (T,), before the update: the gap between trainer (`new`) and server (`old`), in nats, the
     ratios as they are and truncated at `cap`, the policy's entropy, and the lags.
 
-    `gap/current_max` is the largest |new - old| over tokens of the very weights that are trained (lag 0): 0 in exact
-    mode; absent where the step has no such token.
+    `gap/current_max` is the largest gap of tokens that the very weights sampled which are trained (lag 0): the step's
+    own, and what finished meanwhile (`scoring.current_gap`). 0 in exact mode; absent where there is no such token.
     """
     gap = (new - old).abs()
     ratios = (new - old).exp()
@@ -62,8 +64,9 @@ def of_tokens(new: Tensor, old: Tensor, entropies: Tensor, lags: Tensor, *, cap:
     }
     if len(known):
         found |= {"staleness/mean": known.mean(), "staleness/max": known.max()}
-    if (current := lags == 0).any():
-        found["gap/current_max"] = gap[current].max()
+    current = [*gap[lags == 0].tolist(), *([] if current_gap is None else [current_gap])]
+    if current:
+        found["gap/current_max"] = torch.tensor(max(current))
     return {name: float(value) for name, value in found.items()}
 
 

@@ -138,6 +138,11 @@ class Sampler:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the server finished fewer than {count} usable groups in {timeout_s:g} s")
 
+    def newest(self) -> Group | None:
+        """The group that finished last, if one waits; `take` will still give it."""
+        with self._changed:
+            return self._groups[-1] if self._groups else None
+
     def _enough(self, count: int, usable: Callable[[Group], bool]) -> bool:
         kept = [group for group in self._groups if usable(group)]
         self.stats.dropped_groups += len(self._groups) - len(kept)

@@ -7,7 +7,7 @@ bits; otherwise the row's attention is told by a mask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from trainer_bridge import losses, replay
 from trainer_bridge.client import Choice
 from trainer_bridge.exact import ATTENTION_NAME
+from trainer_bridge.sampler import Group
 
 
 @dataclass(frozen=True)
@@ -117,3 +118,17 @@ def score(
     with torch.no_grad():
         entropies = losses.entropies(logits)
     return Scores(torch.cat(logprobs), entropies, states)
+
+
+def current_gap(model: PreTrainedModel, group: Group | None, lags: Callable[[Group], Tensor]) -> float | None:
+    """The largest |log π_θ - log π_old| over tokens that the model's very weights have sampled (`lags` 0), in nats.
+
+    0 in exact mode; None where the group has no such token. Of the groups that a step trains on, few may have one: most
+    finished before the last push. Those that finish while the step computes its gradients do, and until its update the
+    weights are still the ones that were pushed.
+    """
+    if group is None or not (current := lags(group) == 0).any():
+        return None
+    with torch.no_grad():
+        new = score(model, group.prompt.token_ids, group.choices, group.sampling_params).logprobs
+    return float((new - torch.tensor(group.logprobs, device=new.device)).abs()[current.to(new.device)].max())

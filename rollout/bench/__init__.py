@@ -59,7 +59,8 @@ SecondsOption = Annotated[float, typer.Option(min=0.1, help="How long to measure
 ModelArgument = Annotated[Path, typer.Argument(help="A transformers folder.")]
 FlagsArgument = Annotated[list[str] | None, typer.Argument(help="Flags of `rollout serve`, after `--`.")]
 CommandOption = Annotated[
-    str | None, typer.Option(help="Start this instead: any server's command line, with {port} where the port goes.")
+    str | None,
+    typer.Option(help="Start this instead of MODEL: any command line, with {port} where the port goes."),
 ]
 OperatorsOption = Annotated[int, typer.Option(min=0, help="So many of torch's operators in a second table.")]
 DtypeOption = Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of weights and products.")]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.table import Table
 
 from rollout.bench.measure import Comparison, Result, Spread
@@ -22,7 +22,7 @@ def machine() -> dict[str, Any]:
     if cpuinfo.exists():
         models = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
         cpu = models[0].partition(":")[2].strip() if models else cpu
-    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "load_average": os.getloadavg()[0]}
+    return {"cpu": cpu, "cores": psutil.cpu_count(), "load_average": psutil.getloadavg()[0]}
 
 
 def save(path: Path | None, figures: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ def run(model: Path, output: Path, *, steps: int, seed: int, console: Console) -
                 fresh = functools.partial(_is_fresh, oldest_epoch=epoch - MAX_STALENESS)
                 groups = sampler.take(GROUPS_PER_STEP, usable=fresh, timeout_s=TAKE_TIMEOUT_S)
                 train_began = time.monotonic()
-                stats = trainer.step(groups, epoch)
+                stats = trainer.step(groups, epoch, sampler.newest)
                 train_seconds = time.monotonic() - train_began
                 push = sender.push(version=f"step-{number}")
                 epoch = push.epoch

@@ -8,7 +8,8 @@ clip alone doesn't bound it for answers that are worse than their group's mean.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from trainer_bridge import exact, metrics, replay
 from trainer_bridge.losses import clipped_surrogate, group_advantages
 from trainer_bridge.sampler import Group
-from trainer_bridge.scoring import score
+from trainer_bridge.scoring import current_gap, score
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 RATIO_CAP = 4.0
@@ -45,8 +46,9 @@ class Trainer:
             self.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
 
-    def step(self, groups: Sequence[Group], epoch: int) -> TrainStats:
-        """Train once on `groups`; `epoch` is the weight epoch that the server has of the policy as it is now."""
+    def step(self, groups: Sequence[Group], epoch: int, newest: Callable[[], Group | None]) -> TrainStats:
+        """Train once on `groups`; `epoch` is the weight epoch that the server has of the policy as it is now, `newest`
+        gives what the server finished last: the gap of its tokens is measured just before the update."""
         total = sum(group.tokens for group in groups)
         seen: list[tuple[Tensor, ...]] = []
         for group in groups:
@@ -58,11 +60,14 @@ class Trainer:
             ).sum()
             (loss / total).backward()
             seen.append((scores.logprobs.detach(), old, scores.entropies, _lags(group, epoch)))
+        gap = current_gap(self.model, newest(), functools.partial(_lags, epoch=epoch))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
         new, old, entropies, lags = (torch.cat(column) for column in zip(*seen, strict=True))
-        found = metrics.of_rollouts(groups) | metrics.of_tokens(new, old, entropies, lags, cap=RATIO_CAP)
+        found = metrics.of_rollouts(groups) | metrics.of_tokens(
+            new, old, entropies, lags, cap=RATIO_CAP, current_gap=gap
+        )
         return TrainStats(found | {"policy/grad_norm": float(norm)}, lags)
 
 

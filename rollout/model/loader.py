@@ -28,6 +28,8 @@ from rollout.model.attention.cpu import TorchAttention
 logger = logging.getLogger(__name__)
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
+CHECKED_BYTES = 4 << 30
+"""A model whose parameters take at most this in float32 is checked in float32, where no rounding hides a mistake."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.02}
 """Largest mean difference from stock attention, relative to the logits' standard deviation, at load."""
 
@@ -109,18 +111,19 @@ def plug_in_attention(model: PreTrainedModel) -> list[LayerShape]:
         )
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(0, text_config.vocab_size, (n,), generator=generator).to(model.device) for n in (24, 13)]
-    with _short_windows(model, 8):
+    with _short_windows(model, 8), _in_float32(model):
         model.set_attn_implementation("eager")
         stock = [model(input_ids=ids[None], use_cache=False).logits[0, -1].float() for ids in sequences]
         model.set_attn_implementation(ATTENTION_NAME)
         shapes = _record_shapes(model, sequences[0], text_config.num_hidden_layers)
-        ours = _in_chunks(model, TorchAttention(shapes, 16, 4, model.dtype, model.device), sequences)
+        dtype = model.dtype
+        ours = _in_chunks(model, TorchAttention(shapes, 16, 4, dtype, model.device), sequences)
     for mine, theirs in zip(ours, stock, strict=True):
         difference = ((mine - theirs).abs().mean() / theirs.std()).item()
-        if not difference < TOLERANCE[model.dtype]:
+        if not difference < TOLERANCE[dtype]:
             raise UnsupportedModelError(
-                f"{name} in {model.dtype}: logits through rollout's attention differ from stock attention's by "
-                f"{difference:.2g} standard deviations (at most {TOLERANCE[model.dtype]}); its attention or state "
+                f"{name} in {dtype}: logits through rollout's attention differ from stock attention's by "
+                f"{difference:.2g} standard deviations (at most {TOLERANCE[dtype]}); its attention or state "
                 "isn't one that rollout serves"
             )
     return shapes
@@ -177,6 +180,21 @@ def _in_chunks(model: PreTrainedModel, backend: AttentionBackend, sequences: lis
             ).logits[0]
         done = ends
     return list(logits.float())
+
+
+@contextmanager
+def _in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Compute with float32 copies of the parameters, if they aren't too large."""
+    parameters = list(model.parameters())
+    saved = [parameter.data for parameter in parameters]
+    if 4 * sum(parameter.numel() for parameter in parameters) <= CHECKED_BYTES:
+        for parameter in parameters:
+            parameter.data = parameter.data.float()
+    try:
+        yield
+    finally:
+        for parameter, data in zip(parameters, saved, strict=True):
+            parameter.data = data
 
 
 @contextmanager

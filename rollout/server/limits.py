@@ -6,7 +6,7 @@ import asyncio
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 
 class BodyLimit:
@@ -51,11 +51,13 @@ class BodyLimit:
 class PromptProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1, which closes a connection whose request line and headers take more than `timeout_s` to come.
 
-    `timeout_s` is a class attribute: uvicorn makes the instances.
+    It also tells every request of a closed connection that its client has gone: uvicorn tells the last one only, so
+    that an earlier, pipelined one would run on. `timeout_s` is a class attribute: uvicorn makes the instances.
     """
 
     timeout_s: float
     _timer: asyncio.TimerHandle | None = None
+    _open: tuple[RequestResponseCycle, ...] = ()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -68,10 +70,22 @@ class PromptProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._cancel()
         super().on_headers_complete()
+        self._open = (*(cycle for cycle in self._open if not cycle.response_complete), self.cycle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel()
         super().connection_lost(exc)
+        self._leave()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)  # and close, whatever is still to be answered
+        self._leave()
+
+    def _leave(self) -> None:
+        for cycle in self._open:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
 
     def _await_headers(self) -> None:
         self._cancel()

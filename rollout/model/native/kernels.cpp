@@ -491,23 +491,55 @@ void multiply(const bf16* x, const bf16* packed, const float* bias, int64_t rows
     }
 }
 
-template <class T> void square(const T* x, float* y, int64_t rows, int width) {
-#pragma omp parallel for if (rows * width > 16384)
-    for (int64_t r = 0; r < rows; r++)
-        in_vectors<T>(width, [&](int d, int n) {
-            Floats v = load_some(x + r * width + d, n);
-            store_some(y + r * width + d, v * v, n);
-        });
+// The sum of squares in the order of ATen's sum over a contiguous row: four interleaved sums of vectors of `width`
+// floats, each folded away every 16 (then 256, ...) steps, and at the end the tail and the lanes one by one.
+template <class T> float sum_of_squares(const T* x, int n, int width) {
+    constexpr int LEVELS = 4, WAYS = 4;
+    float sums[LEVELS][WAYS][LANES] = {};
+    auto add = [&](int way, int vector) {
+        for (int l = 0; l < width; l++) {
+            float v = widen(x[vector * width + l]);
+            sums[0][way][l] += v * v;
+        }
+    };
+    auto fold = [&](int to) {
+        for (int w = 0; w < WAYS; w++)
+            for (int l = 0; l < width; l++) sums[to][w][l] += sums[to - 1][w][l], sums[to - 1][w][l] = 0;
+    };
+    int vectors = n / width, steps = vectors / WAYS;
+    for (int i = 0; i < steps; i++) {
+        if (i && i % 16 == 0)
+            for (int j = 1, done = i / 16; j < LEVELS; j++, done /= 16) {
+                fold(j);
+                if (done % 16) break;
+            }
+        for (int w = 0; w < WAYS; w++) add(w, i * WAYS + w);
+    }
+    if (steps && steps % 16 == 0)
+        for (int j = 1, done = steps / 16; j < LEVELS; j++, done /= 16) {
+            fold(j);
+            if (done % 16) break;
+        }
+    for (int j = 1; j < LEVELS; j++)
+        for (int w = 0; w < WAYS; w++)
+            for (int l = 0; l < width; l++) sums[0][w][l] += sums[j][w][l];
+    for (int i = steps * WAYS; i < vectors; i++) add(0, i);
+    for (int w = 1; w < WAYS; w++)
+        for (int l = 0; l < width; l++) sums[0][0][l] += sums[0][w][l];
+    float total = 0;
+    for (int i = vectors * width; i < n; i++) total += widen(x[i]) * widen(x[i]);
+    for (int l = 0; l < width; l++) total += sums[0][0][l];
+    return total;
 }
 
 template <class T>
-void scale_rows(const T* x, const float* mean_square, const T* weight, float epsilon, T* y, int64_t rows, int width) {
-#pragma omp parallel for if (rows * width > 16384)
+void normalize(const T* x, const T* weight, float epsilon, T* y, int64_t rows, int n, int width) {
+#pragma omp parallel for if (rows * n > 16384)
     for (int64_t r = 0; r < rows; r++) {
-        float scale = 1.0f / std::sqrt(mean_square[r] + epsilon);
-        in_vectors<T>(width, [&](int d, int n) {
-            Floats normal = rounded<T>(load_some(x + r * width + d, n) * scale);
-            store_some(y + r * width + d, load_some(weight + d, n) * normal, n);
+        float scale = 1.0f / std::sqrt(sum_of_squares(x + r * n, n, width) / n + epsilon);
+        in_vectors<T>(n, [&](int d, int count) {
+            Floats normal = rounded<T>(load_some(x + r * n + d, count) * scale);
+            store_some(y + r * n + d, load_some(weight + d, count) * normal, count);
         });
     }
 }
@@ -530,9 +562,8 @@ void scale_rows(const T* x, const float* mean_square, const T* weight, float eps
                                   int tokens, int dim) {                                                               \
         rotate<T>(x, hs, ts, c, s, y, heads, tokens, dim);                                                             \
     }                                                                                                                  \
-    extern "C" void square_##NAME(const T* x, float* y, int64_t rows, int width) { square<T>(x, y, rows, width); }                             \
-    extern "C" void scale_rows_##NAME(const T* x, const float* m, const T* w, float e, T* y, int64_t rows, int width) { \
-        scale_rows<T>(x, m, w, e, y, rows, width);                                                                     \
+    extern "C" void normalize_##NAME(const T* x, const T* w, float e, T* y, int64_t rows, int n, int width) {          \
+        normalize<T>(x, w, e, y, rows, n, width);                                                                      \
     }
 BOTH(EXPORT)
 
