@@ -199,6 +199,11 @@ def test_so_does_one_that_sends_nonsense_in_line(impatient: RunningServer) -> No
     eventually(lambda: impatient.engine.in_flight == 0)
 
 
+def test_an_upgrade_is_not_for_us(impatient: RunningServer) -> None:
+    headers = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Key": "x" * 22 + "==", "X": "y"}
+    assert httpx.get(impatient.url + "/health", headers=headers).status_code == 200
+
+
 def test_an_answer_may_take_longer_than_that(impatient: RunningServer) -> None:
     answer = httpx.post(impatient.url + PATH, json=body(fake_engine.SLOW), timeout=30)
     assert len(answer.json()["choices"][0]["token_ids"]) == 30

@@ -152,6 +152,7 @@ def http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
         uvicorn.Config(
             app,
             http=Protocol,
+            ws="none",
             log_level=config.uvicorn_log_level,
             access_log=False,
             lifespan="off",
