@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import trl_lab
+from accelerate import PartialState
 from engine_utils import TOLERANCE
 from trl.experimental.async_grpo import async_rollout_worker
 
@@ -34,6 +35,7 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "trl_async_grpo.py"
     ],
 )
 def test_advantages_are_those_of_trls_own_worker(scores: list[list[float | None]]) -> None:
+    PartialState(cpu=True)  # TRL's logger asks for it
     loop = object.__new__(async_rollout_worker._AsyncRolloutLoop)  # its scoring needs nothing else of it
     loop.reward_funcs = [lambda values=values, **_: values for values in scores]
     loop.reward_func_names = [f"f{i}" for i in range(len(scores))]

@@ -30,6 +30,9 @@ class RefusedError(WeightPushError):
         super().__init__(message)
         self.status = status
 
+    def __reduce__(self) -> tuple[type[RefusedError], tuple[str, int]]:
+        return type(self), (str(self), self.status)  # it may have to reach another process
+
 
 class Endpoint(Protocol):
     """Anything that knows a server's address and key, such as RolloutClient."""
