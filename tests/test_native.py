@@ -65,7 +65,7 @@ def test_norms_and_rotary_embeddings_keep_every_bit(name: str, dtype: torch.dtyp
     fuse_norms(model)
     fuse_rotary(model)
     fused = [module for module in norms if "forward" in vars(module)]
-    assert fused == [module for module in norms if hasattr(module, "variance_epsilon")]
+    assert fused == [module for module in norms if hasattr(module, "variance_epsilon") and native.is_fast()]
     ids = torch.tensor([prompt(33)])
     with torch.inference_mode():
         assert torch.equal(model(ids).logits, stock(ids).logits)

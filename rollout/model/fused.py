@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from rollout.model.attention.base import current_backend
 from rollout.model.attention.native import NativeAttention
-from rollout.model.native import SUFFIXES, address, library
+from rollout.model.native import SUFFIXES, address, is_fast, library
 from rollout.model.products import PackedWeight, serves_linear
 
 TRIED = (1, 5, 64)
@@ -126,7 +126,7 @@ def _vector_width() -> int | None:
 
     Found in float32, where an order can't hide behind a rounding.
     """
-    if library() is None:
+    if not is_fast():
         return None
     for width in (8, 16):
         rows = [torch.randn(64, dim) for dim in (576, 1000, 5000)]
@@ -156,7 +156,7 @@ def fuse_rotary(model: nn.Module) -> None:
     for module in model.modules():
         source = sys.modules[type(module).__module__]
         stock = getattr(source, "apply_rotary_pos_emb", None)
-        if stock is None or getattr(stock, "fused", False) or not hasattr(module, "head_dim") or library() is None:
+        if stock is None or getattr(stock, "fused", False) or not hasattr(module, "head_dim") or not is_fast():
             continue
         if _same_rotation(stock, module.head_dim):  # type: ignore[arg-type]
             source.apply_rotary_pos_emb = _fused_rotary(stock)  # type: ignore[attr-defined]

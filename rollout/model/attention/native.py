@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rollout.model.attention.base import AttentionBackend, AttentionParams, LayerShape, RaggedBatch
 from rollout.model.attention.chunked import CHUNK
-from rollout.model.native import SUFFIXES, address, in_huge_pages, library
+from rollout.model.native import SUFFIXES, address, in_huge_pages, is_fast, library
 
 LANES = 16
 VECTORS = 24
@@ -24,26 +24,36 @@ VECTORS = 24
 
 
 def serves_attention(key_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels attend to keys of this width and dtype here, and could be built."""
+    """Whether the kernels attend to keys of this width and dtype, and are the fastest way here."""
+    return _knows(key_dim, dtype, device) and is_fast()
+
+
+def _knows(key_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in SUFFIXES and key_dim % 2 == 0 and library() is not None
+
+
+def _fits(block_size: int) -> bool:
+    return block_size % LANES == 0 and CHUNK % block_size == 0
 
 
 def serves(
     layers: Sequence[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether `NativeAttention` takes these layers and this block size."""
-    fits = block_size % LANES == 0 and CHUNK % block_size == 0
-    return fits and all(serves_attention(shape.key_dim, dtype, device) for shape in layers)
+    """Whether `NativeAttention` is the way to serve these layers with this block size."""
+    return _fits(block_size) and all(serves_attention(shape.key_dim, dtype, device) for shape in layers)
 
 
 class NativeAttention(AttentionBackend):
-    """Chunked attention over caches in the kernels' own layout, one pair a layer. Raises ValueError unless `serves`."""
+    """Chunked attention over caches in the kernels' own layout, one pair a layer.
+
+    Raises ValueError for shapes, dtypes and devices that the kernels don't know.
+    """
 
     def __init__(
         self, layers: list[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         super().__init__(layers, num_blocks, block_size, dtype, device)
-        if not serves(layers, num_blocks, block_size, dtype, device):
+        if not _fits(block_size) or not all(_knows(shape.key_dim, dtype, device) for shape in layers):
             raise ValueError(f"the native kernels don't serve blocks of {block_size} in {dtype} on {device}")
         self._attend = getattr(library(), f"attend_{SUFFIXES[dtype]}")
         self._attend.restype = None

@@ -44,6 +44,12 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+def is_fast() -> bool:
+    """Whether the kernels beat torch here: without vectors of 16 floats (AVX-512) they are right, but slow."""
+    kernels = library()
+    return kernels is not None and bool(kernels.has_wide_vectors())
+
+
 def _built(compiler: str) -> Path:
     """The shared library for this source, compiler and machine."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout

@@ -35,10 +35,10 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
-    typedef float Half __attribute__((vector_size(32)));
-    Half x[2], y[2], z[2];
+    float x[LANES], y[LANES], z[LANES];
     std::memcpy(x, &a, sizeof a); std::memcpy(y, &b, sizeof b); std::memcpy(z, &c, sizeof c);
-    for (int i = 0; i < 2; i++) z[i] = (Half)_mm256_fmadd_ps((__m256)x[i], (__m256)y[i], (__m256)z[i]);
+#pragma omp simd
+    for (int i = 0; i < LANES; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
     std::memcpy(&c, z, sizeof c);
     return c;
 #else
@@ -423,7 +423,12 @@ void rotate(const T* from, int64_t head_stride, int64_t token_stride, const T* c
 }
 
 // y (rows, n) = x (rows, k) · weight (n, k) + bias: the weight packed as [n / 64][k / 2][64][2].
-constexpr int WIDE = 4, PANEL = WIDE * LANES, ROWS = 6;  // 6 x 4 vectors of outputs are summed together
+constexpr int WIDE = 4, PANEL = WIDE * LANES;
+#ifdef __AVX512BF16__
+constexpr int ROWS = 6;  // 6 x 4 vectors of outputs are summed together
+#else
+constexpr int ROWS = 2;  // correct, not fast: see multiplies_bf16
+#endif
 constexpr int CACHED_BYTES = 512 << 10;
 
 void pack(const bf16* weight, int64_t n, int k, bf16* packed) {
@@ -572,6 +577,13 @@ extern "C" void multiply_bf16(const bf16* x, const bf16* packed, const float* bi
                               void* y, int rounded) {
     if (rounded) multiply(x, packed, bias, rows, n, k, static_cast<bf16*>(y));
     else multiply(x, packed, bias, rows, n, k, static_cast<float*>(y));
+}
+extern "C" int has_wide_vectors() {  // whether a vector of 16 floats is one register: else torch is faster
+#ifdef __AVX512F__
+    return 1;
+#else
+    return 0;
+#endif
 }
 extern "C" int multiplies_bf16() {  // whether the processor does: else a library's product is faster
 #ifdef __AVX512BF16__
