@@ -144,6 +144,8 @@ def http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
         timeout_s = config.receive_timeout_s
 
     class HttpServer(uvicorn.Server):
+        """uvicorn's server, which leaves signals to this module."""
+
         @contextlib.contextmanager
         def capture_signals(self) -> Generator[None, None, None]:
             yield  # signals are this module's business
