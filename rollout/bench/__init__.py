@@ -336,7 +336,7 @@ def simulate(
     engines: EnginesOption = None,
     preset: PresetOption = "smollm2-cpu",
     measurements: FromOption = None,
-    steps: StepsOption = 20,
+    steps: StepsOption = 10,
     seed: SeedOption = 0,
     json_file: JsonOption = None,
     **values: Any,
