@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import random
 import re
 import shlex
 from pathlib import Path
@@ -89,7 +88,7 @@ def test_lengths_have_their_mean_and_deviation() -> None:
 
 
 def test_receiving_slows_down() -> None:
-    """Full engines lose the rest of their speed for as long as they receive: a push of 2 s and a step, again and again."""
+    """Full engines lose the rest of their speed for as long as they receive: a push of 2 s and a step, often."""
     result = run(with_(receive_speed=0.6, weight_bytes=2e12), engines=1)
     assert 0.2 < result.receiving < 1.0
     assert result.push_seconds == pytest.approx(2.2)
@@ -360,12 +359,16 @@ def test_flags_win_over_measurements_and_those_over_the_preset(tmp_path: Path) -
     server, other = Server("http://a", None, "m", "1", 4096, 100), Server("http://b", None, "m", "1", 4096, 100)
     compared = [
         Comparison(LOADS[name], [Measured(s, [Round(seconds, 1, LOADS[name].output_tokens, 0.0)]) for s in servers])
-        for name, seconds, servers in [("single", 2.0, [server, other]), ("grpo", 8.0, [server]), ("group", 8.0, [server])]
+        for name, seconds, servers in [
+            ("single", 2.0, [server, other]),
+            ("grpo", 8.0, [server]),
+            ("group", 8.0, [other]),
+        ]
     ]
     spread = Spread(9.0, 9.0, 9.0)
     costs = [HttpCost("json", Spread(7.5, 7.0, 8.0), spread, spread), HttpCost("sse", spread, spread, spread)]
     files = {"load": report.loads_json(compared), "http": {"costs": costs}, "push": {"pushes": [made]}}
-    options = ["--preset", "8b-gpu", "--receive-speed", "0.5"]
+    options = ["--preset", "8b-gpu", "--receive-speed", "0.5", "--prompts-per-step", "16"]
     for name, figures in files.items():
         report.save(tmp_path / f"{name}.json", figures)
         options += ["--from", str(tmp_path / f"{name}.json")]
@@ -374,7 +377,7 @@ def test_flags_win_over_measurements_and_those_over_the_preset(tmp_path: Path) -
             **PRESETS["8b-gpu"]
             | {"single_tokens_per_second": 64.0, "loaded_tokens_per_second": 1024.0, "loaded_streams": 64}
             | {"weight_bytes": 538e6, "link_bytes_per_second": 538e6 / 3.5, "receive_speed": 0.5}
-            | {"server_us_per_token": 7.5}
+            | {"server_us_per_token": 7.5, "prompts_per_step": 16}
         )
     )
 
@@ -405,3 +408,58 @@ def test_routing_is_charged_by_request_and_token() -> None:
     assert routing_cost(choose, prompts, ranks=2, tokens_per_request=10).per_token is None
     with pytest.raises(ValueError, match="chose rank 1, but there are 1"):
         routing_cost(lambda prompt: 1, prompts, ranks=1, tokens_per_request=1)
+
+
+# -- the page
+
+
+def page() -> list[tuple[str, list[list[str]]]]:
+    """(command, rows with their header) of each table that stands below a command."""
+    found = []
+    for section in re.split(r"^## ", DOCS, flags=re.MULTILINE):
+        for block in re.split(r"^```sh\n", section, flags=re.MULTILINE)[1:]:
+            command, below = block.split("\n```\n")
+            for lines in re.findall(r"(?:^\|.*\n)+", below, re.MULTILINE):
+                rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines.splitlines()]
+                found.append((command, [rows[0], *rows[2:]]))
+    return found
+
+
+@functools.cache
+def printed(command: str) -> tuple[list[list[str]], list[list[str]]]:
+    """The rows of both tables that this command prints."""
+    program, name, *arguments = shlex.split(command)
+    assert (program, name) == ("rollout", "bench")
+    rows = [line.split() for line in invoke(*arguments).splitlines() if re.match(r" +[0-9]+ +[0-9]", line)]
+    return rows[: len(rows) // 2], rows[len(rows) // 2 :]
+
+
+def number(text: str) -> float:
+    return float(text.rstrip("%").replace(",", ""))
+
+
+def test_the_tables_of_the_page_are_what_the_commands_print() -> None:
+    tables = page()
+    assert len(tables) == 6
+    for command, (header, *rows) in tables:
+        if header[0] == "flags":
+            got = [printed(f"{command} {row[0].strip('`')}".strip())[0][0] for row in rows]
+        else:
+            got = printed(command)["lag wall" in header]
+            assert [row[0] for row in rows] == [row[0] for row in got]
+        for row, theirs in zip(rows, got, strict=True):
+            for name, shown, figure in zip(header[1:], row[1:], theirs[1:], strict=True):
+                if name == "wall":
+                    assert shown == figure
+                else:  # another machine's logarithm may differ in its last bit
+                    assert number(figure) == pytest.approx(number(shown), rel=0.03, abs=1.5)
+
+
+def test_what_the_page_says_of_files_is_in_the_help() -> None:
+    commands = re.findall(r"^    rollout bench (.*?)(?:  +#.*)?$", DOCS, re.MULTILINE)
+    assert len(commands) == 4
+    for command in commands:
+        name = command.split()[0]
+        options = re.findall(r"(?<=\s)--[a-z-]+", " " + command)
+        shown = invoke(*(["load"] if name == "--url" else ["simulate"] if name == "--simulate" else [name]), "--help")
+        assert all(option in shown for option in options if option != "--simulate")

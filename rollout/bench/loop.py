@@ -67,7 +67,7 @@ class Loop:
         self.rng = random.Random(f"{seed} {engines}")
         self.totals = Totals()
         self.now = self.work = 0.0
-        self.steps = 0
+        self.steps = self.version = 0
         self.commits = [0.0]  # the work at which each version began
         self._length = lognormal(fleet.mean_tokens, fleet.tokens_cv)
         self._check = lognormal(fleet.check_seconds, fleet.check_cv)
@@ -85,10 +85,6 @@ class Loop:
             self._after(self._to_failure(), self._fail)
         self._begin()
 
-    @property
-    def version(self) -> int:
-        return len(self.commits) - 1
-
     def run(self, steps: int) -> None:
         """Until so many steps in all were trained and pushed."""
         while self.version * self.fleet.push_every < steps:
@@ -101,10 +97,11 @@ class Loop:
         rings = self._timers[0][0] if self._timers else math.inf
         then = min(ends, rings)
         seconds = then - self.now
-        self.totals.seconds += seconds
-        self.totals.training += seconds * self._training
-        self.totals.receiving += seconds * self._pushing
-        self.totals.generated += seconds * speed * len(self._open)
+        totals = self.totals
+        totals.seconds += seconds
+        totals.training += seconds * self._training
+        totals.receiving += seconds * self._pushing
+        totals.generated += seconds * speed * len(self._open)
         self.now = then
         if ends <= rings:
             self.work = self._open[0][0]
@@ -152,7 +149,7 @@ class Loop:
         self._left -= 1
         if not self._left:
             self._filling = None
-        length = self.rng.lognormvariate(*self._length) if self.fleet.tokens_cv else self.fleet.mean_tokens
+        length = math.exp(self.rng.gauss(*self._length)) if self.fleet.tokens_cv else self.fleet.mean_tokens
         return length, group
 
     @property
@@ -224,6 +221,7 @@ class Loop:
         self._pushing = False
         self.totals.pushes += 1
         self.commits.append(self.work)
+        self.version += 1
         if self.fleet.recompute_seconds:
             self._stalled_until = self.now + self.fleet.recompute_seconds
             self._after(self.fleet.recompute_seconds, lambda: None)

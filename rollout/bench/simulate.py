@@ -44,7 +44,7 @@ class Result:
 
 
 def simulate(fleet: Fleet, engines: int, *, steps: int, seed: int) -> Result:
-    """Run to a steady state (twice as long as the oldest answer lives, and two pushes), then measure `steps` steps.
+    """Run to a steady state (as many pushes as the lag allows, and three), then measure `steps` steps.
 
     Raises ValueError for fewer than one engine or step, and where engines fail too often for a push to get through.
     """
@@ -56,7 +56,7 @@ def simulate(fleet: Fleet, engines: int, *, steps: int, seed: int) -> Result:
             f"{fleet.mtbf_hours * 3600 / engines:.3g} s, but a push takes {fleet.push_seconds(engines):.3g} s, so "
             "hardly any would get through"
         )
-    loop, warmup = Loop(fleet, engines, seed), (2 * fleet.max_lag + 4) * fleet.push_every
+    loop, warmup = Loop(fleet, engines, seed), (fleet.max_lag + 3) * fleet.push_every
     loop.run(warmup)
     before = loop.totals.copy()
     loop.run(warmup + steps)
