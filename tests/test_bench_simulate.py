@@ -234,6 +234,20 @@ def test_a_lag_of_one_hides_a_short_step_of_the_trainer() -> None:
     assert result.lag_p99 == 1
 
 
+def test_a_bounded_lag_bounds_what_is_open() -> None:
+    """300 engines and 51 batches of 4: at most 204 answers are open, each at the speed of an engine of its own."""
+    result = run(with_(mean_tokens=500.0), engines=300)
+    assert result.wall == "lag"
+    assert result.wall_tokens_per_second == pytest.approx(204 * 10 / (1 + 0.2 / 50))  # 50 s in an engine, 0.2 s after
+    assert result.generated == pytest.approx(result.wall_tokens_per_second, rel=0.03)
+
+
+def test_groups_that_are_dropped_make_room_for_new_ones() -> None:
+    result = run(with_(tokens_cv=2.0, max_lag=2), steps=200)
+    assert result.dropped > 0.1
+    assert result.engines_busy > 0.95
+
+
 FLEETS = st.builds(
     Fleet,
     streams=st.integers(1, 6),
@@ -308,14 +322,14 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 def test_failures_cost_what_the_formula_says() -> None:
-    """A restart of 60 s, and half of the work in progress, every 1,000 s of each engine."""
-    fleet = with_(mtbf_hours=1000 / 3600, restart_seconds=60.0, prompts_per_step=64, max_lag=5)
-    result = run(fleet, engines=64, steps=1500)
-    lifetimes = 64 * result.totals.seconds * (1 - 60 / 1060) / 1000
+    """A restart of 10 s, and half of the work in progress, every 1,000 s of each engine."""
+    fleet = with_(mtbf_hours=1000 / 3600, restart_seconds=10.0, prompts_per_step=64, max_lag=5)
+    result = run(fleet, engines=64, steps=1000)
+    lifetimes = 64 * result.totals.seconds * (1 - 10 / 1010) / 1000
     assert result.totals.failures == pytest.approx(lifetimes, rel=4 / math.sqrt(lifetimes))
     useful = (result.totals.generated - result.totals.lost) / result.totals.seconds / (64 * 20.0)
     assert 1 - useful == pytest.approx(result.failure_loss, rel=0.1)
-    assert result.failure_loss == pytest.approx((60 + 25 * 0.2) / 1060)
+    assert result.failure_loss == pytest.approx((10 + 25 * 0.2) / 1010)
 
 
 def test_a_failure_during_a_push_begins_it_anew() -> None:
@@ -388,8 +402,11 @@ def test_what_can_not_be_is_refused(tmp_path: Path) -> None:
     assert "more than 64 sequences" in invoke("--simulate", "--loaded-tokens-per-second", "99999", code=2)
     assert "less than one sequence's" in invoke("--simulate", "--loaded-tokens-per-second", "9", code=2)
     assert "hardly any would get through" in invoke("--simulate", "--mtbf-hours", "0.01", code=1)
-    (tmp_path / "other.json").write_text('{"starts": []}')
-    assert "no figures of" in invoke("--simulate", "--from", str(tmp_path / "other.json"), code=1)
+    for text, said in [('{"starts": []}', "no figures of"), ("[1]", "isn't what"), ('{"loads": [{}]}', "KeyError")]:
+        (tmp_path / "other.json").write_text(text)
+        printed = invoke("--simulate", "--from", str(tmp_path / "other.json"), code=1)
+        assert said in printed
+        assert "other.json" in printed
 
 
 # -- routing
@@ -452,7 +469,8 @@ def test_the_tables_of_the_page_are_what_the_commands_print() -> None:
                 if name == "wall":
                     assert shown == figure
                 else:  # another machine's logarithm may differ in its last bit
-                    assert number(figure) == pytest.approx(number(shown), rel=0.03, abs=1.5)
+                    slack = 1.5 if shown.endswith("%") else 0.11
+                    assert number(figure) == pytest.approx(number(shown), rel=0.03, abs=slack)
 
 
 def test_what_the_page_says_of_files_is_in_the_help() -> None:

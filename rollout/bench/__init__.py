@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
@@ -351,7 +350,7 @@ def simulate(
     with refusals():
         found = dict(PRESETS[preset])
         for file in measurements or ():
-            found |= measured(json.loads(file.read_text()))
+            found |= measured(file)
         sources = {name: context.get_parameter_source(name) for name in found}
         found = {name: found[name] for name, source in sources.items() if source and source.name == "DEFAULT"}
         fleet = config_from(Fleet, values | found)  # flags win

@@ -6,8 +6,10 @@ Imported with the command line, as its fields are flags, so it imports nothing s
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
 
@@ -239,11 +241,21 @@ PRESETS: dict[PresetName, dict[str, Any]] = {
 """smollm2-cpu: the defaults. 8b-gpu: all assumed, none measured; docs/scaling.md says where each comes from."""
 
 
-def measured(figures: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a Fleet that a file of `rollout bench … --json` holds: of `load`, `http` or `push`.
+def measured(file: Path) -> dict[str, Any]:
+    """Fields of a Fleet from what `rollout bench load`, `http` or `push` wrote with --json; of loads, the fastest.
 
-    Raises ValueError where it holds none.
+    Raises ValueError where the file holds no such figures, OSError where it can't be read.
     """
+    try:
+        found = _measured(json.loads(file.read_text()))
+    except (ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{file} isn't what `rollout bench` writes with --json: {error!r}") from None
+    if not found:
+        raise ValueError(f"{file} has no figures of `rollout bench load`, `http` or `push`")
+    return found
+
+
+def _measured(figures: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for load in figures.get("loads", ()):
         speed, streams = load["servers"][0]["tokens_per_second"]["median"], load["requests"] * load["n"]
@@ -259,6 +271,4 @@ def measured(figures: dict[str, Any]) -> dict[str, Any]:
             found["weight_bytes"] = push["push_bytes"]
             found["link_bytes_per_second"] = push["push_bytes"] / push["push_seconds"]
             found["receive_speed"] = min(1.0, push["throughput_during"] / push["throughput_before"])
-    if not found:
-        raise ValueError(f"no figures of `rollout bench load`, `http` or `push` among {sorted(figures)}")
     return found
