@@ -10,6 +10,7 @@ import re
 import shlex
 from pathlib import Path
 from statistics import NormalDist
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -412,19 +413,27 @@ def test_what_can_not_be_is_refused(tmp_path: Path) -> None:
 # -- routing
 
 
-def test_routing_is_charged_by_request_and_token() -> None:
-    prompts = [[1] * 20_000, [2] * 20_000]
+def test_routing_is_charged_by_request_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that a choice puts forward by 30 µs and a token by 2."""
+    now = [0.0]
+    calls = {30e-6: 0, 2e-6: 0}
 
-    def choose(prompt: list[int]) -> int:
-        return sum(prompt) % 2
+    def take(seconds: float, rank: int) -> int:
+        now[0] += seconds
+        calls[seconds] += 1
+        return rank
 
-    cost = routing_cost(choose, prompts, ranks=2, tokens_per_request=10, took_token=lambda rank: rank + 1)
+    monkeypatch.setattr("rollout.bench.routing.time", SimpleNamespace(thread_time=lambda: now[0]))
+    prompts = [[1], [2], [3]]
+    choose, took = (lambda prompt: take(30e-6, prompt[0] % 2)), functools.partial(take, 2e-6)
+    cost = routing_cost(choose, prompts, ranks=2, tokens_per_request=10, took_token=took, rounds=4)
     assert cost.per_token is not None
-    assert cost.per_request.median > cost.per_token.median
-    assert cost.per_output_token == pytest.approx(cost.per_request.median / 10 + cost.per_token.median)
+    assert (cost.per_request.median, cost.per_token.max) == (pytest.approx(30.0), pytest.approx(2.0))
+    assert cost.per_output_token == pytest.approx(3.0 + 2.0)
+    assert calls == {30e-6: 3 * (1 + 5), 2e-6: 30 * 5}  # a check, a warm-up, four rounds
     assert routing_cost(choose, prompts, ranks=2, tokens_per_request=10).per_token is None
     with pytest.raises(ValueError, match="chose rank 1, but there are 1"):
-        routing_cost(lambda prompt: 1, prompts, ranks=1, tokens_per_request=1)
+        routing_cost(choose, prompts, ranks=1, tokens_per_request=1)
 
 
 # -- the page
