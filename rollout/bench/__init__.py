@@ -78,6 +78,7 @@ FromOption = Annotated[
     list[Path] | None,
     typer.Option("--from", help="Take figures from what load, http or push wrote with --json; may be repeated."),
 ]
+DrawsOption = Annotated[int, typer.Option(help="Seed of lengths, checks and failures.")]
 StepsOption = Annotated[int, typer.Option(min=1, help="Measured steps of the trainer; others come first.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Default: torch's.")]
 
@@ -336,7 +337,7 @@ def simulate(
     preset: PresetOption = "smollm2-cpu",
     measurements: FromOption = None,
     steps: StepsOption = 10,
-    seed: SeedOption = 0,
+    seed: DrawsOption = 0,
     json_file: JsonOption = None,
     **values: Any,
 ) -> None:
