@@ -185,10 +185,10 @@ def http(
     vocab_size: VocabOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """CPU time a token of the server process at 64 streams, whole answers and events, beside a bare engine's."""
+    """CPU time a token of the server process at 64 streams, beside a bare engine's; and of its routing to several."""
     from rich.console import Console
 
-    from rollout.bench import report
+    from rollout.bench import report, routing
     from rollout.bench.http_cost import LOAD_NAMES, bare_engine, measure, table
     from rollout.bench.loads import LOADS
     from rollout.bench.process import rollout_command, split_command
@@ -200,8 +200,11 @@ def http(
         with progress(console, answers=total) as (advance,):
             costs = measure(parts, rounds, seed, vocab_size, advance)
         bare = None if command else bare_engine(model, flags or (), rounds, seed)
+        load, size = LOADS["singles"], vocab_size or 32768
+        routes = [routing.fleet_cost(load, ranks, seed, size, rounds) for ranks in routing.RANKS]
     console.print(table(costs, bare))
-    report.save(json_file, {"command": parts, "costs": costs, "bare_engine": bare})
+    console.print(routing.table(routes))
+    report.save(json_file, {"command": parts, "costs": costs, "bare_engine": bare, "routing": routes})
 
 
 @bench.command()
