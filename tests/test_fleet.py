@@ -151,7 +151,13 @@ def test_a_rank_killed_mid_push(server: FleetServer, serving: tuple[int, int, st
         server.wait_whole(0)
         server.check_serves(*serving)
         assert sender.push("fifty").epoch == serving[1] + 1
-    server.check_serves(50, serving[1] + 1, "fifty")
+        server.check_serves(50, serving[1] + 1, "fifty")
+        # A push to those that are left, while one is away, is what that one comes back with.
+        server.kill(1)
+        eventually(lambda: len(server.ranks()) == 1)
+        assert sender.push("alone").epoch == serving[1] + 2
+        server.wait_whole(1)
+    server.check_serves(50, serving[1] + 2, "alone")
 
 
 def test_a_sender_joins_again_after_a_rank_came_back(server: FleetServer) -> None:

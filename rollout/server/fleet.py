@@ -200,10 +200,11 @@ class Fleet:
         params = params or {}
         if self.error is not None:
             raise self.error
-        if method in ("pause", "resume"):
-            self._paused = method == "pause"
+        self._paused |= method == "pause"  # set first: a rank that comes back meanwhile is paused, too
         if method not in WEIGHT_CALLS:
-            return (await ask_all(self.living, method, params, timeout_s))[0]
+            answers = await ask_all(self.living, method, params, timeout_s)
+            self._paused &= method != "resume"
+            return answers[0]
         answer = await self._updates.call(method, params, timeout_s)
         if method in ("finish_weight_update", "update_weights"):
             self._router.forget()  # older weights' keys and values are no use to what comes now
