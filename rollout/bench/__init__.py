@@ -60,6 +60,7 @@ VocabOption = Annotated[
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file, too.")]
 ModelOption = Annotated[Path, typer.Option(help="The transformers folder whose weights are pushed.")]
 StreamsOption = Annotated[int, typer.Option(min=1, help="Requests that are open during the push.")]
+SamplesOption = Annotated[int, typer.Option("--n", min=1, help="Choices of each of them.")]
 PromptOption = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
 SecondsOption = Annotated[float, typer.Option(min=0.1, help="How long to measure before the push.")]
 ModelArgument = Annotated[Path, typer.Argument(help="A transformers folder.")]
@@ -303,6 +304,7 @@ def push(
     url: UrlOption = "http://127.0.0.1:8000",
     api_key: KeyOption = None,
     streams: StreamsOption = 4,
+    n: SamplesOption = 1,
     prompt_len: PromptOption = 64,
     seconds: SecondsOption = 5.0,
     json_file: JsonOption = None,
@@ -314,7 +316,7 @@ def push(
     from rollout.bench.push import run
 
     console = Console()
-    pushes = run(url, api_key, model, streams=streams, prompt_len=prompt_len, seconds=seconds, console=console)
+    pushes = run(url, api_key, model, streams=streams, n=n, prompt_len=prompt_len, seconds=seconds, console=console)
     report.save(json_file, {"pushes": pushes})
 
 
