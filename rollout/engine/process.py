@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -53,7 +54,7 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
     try:
         inbox = context.socket(zmq.PULL)
         inbox.connect(to_engine)
-        EngineProcess(config, inbox, outbox).serve()
+        EngineProcess(config, inbox, outbox, partial(_end, context, from_engine)).serve()
     except Exception as error:
         logger.exception("the engine ends")
         outbox.send(_encode(EngineDied(f"{type(error).__name__}: {error}")))
@@ -74,13 +75,29 @@ def _die_with_parent(parent: int) -> None:
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
+def _end(context: zmq.Context[zmq.Socket[bytes]], from_engine: str, reason: str) -> None:
+    """Say why and exit, on any thread: the engine's own is stuck."""
+    outbox = context.socket(zmq.PUSH)
+    outbox.connect(from_engine)
+    outbox.send(_encode(EngineDied(reason)))
+    outbox.close(linger=2000)
+    time.sleep(1)
+    os._exit(1)
+
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class EngineProcess:
     """The loop around an Engine: answer what has come in, run a step, send what it produced."""
 
-    def __init__(self, config: EngineConfig, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        inbox: zmq.Socket[bytes],
+        outbox: zmq.Socket[bytes],
+        died: Callable[[str], None] | None = None,
+    ) -> None:
         self.inbox, self.outbox = inbox, outbox
         self._decode = msgspec.msgpack.Decoder(ToEngine).decode
         self._draining: list[int] = []
@@ -94,7 +111,7 @@ class EngineProcess:
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
-        self.engine = Engine(config, self.wake)
+        self.engine = Engine(config, self.wake, died)
         self._told = self._state()  # the server takes it for granted of an engine that has just started
 
     def serve(self) -> None:
@@ -113,6 +130,7 @@ class EngineProcess:
                 seconds=runner.seconds,
                 eos_token_ids=runner.eos_token_ids,
                 routing=runner.routing.shape if runner.routing is not None else None,
+                world_size=config.tensor_parallel_size,
             )
         )
         while True:

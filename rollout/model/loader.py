@@ -82,6 +82,12 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
             raise ValueError(f"{path} holds no config.json: MODEL is a transformers folder, a .gguf file or a hub id")
         model_config = AutoConfig.from_pretrained(path)
     dtype = resolve_dtype(config, model_config, device)
+    if config.tensor_parallel_size > 1:
+        from rollout.model.parallel import load_share
+
+        if kwargs:
+            raise ValueError(f"{config.model}: a .gguf file can't be loaded with tensor_parallel_size > 1")
+        return load_share(config, model_config, dtype, path).eval().requires_grad_(False)
     if config.load_format == "dummy":
         torch.manual_seed(config.seed or 0)
         with torch.device(device):
@@ -185,16 +191,16 @@ def _in_chunks(model: PreTrainedModel, backend: AttentionBackend, sequences: lis
 @contextmanager
 def _in_float32(model: PreTrainedModel) -> Iterator[None]:
     """Compute with float32 copies of the parameters, if they aren't too large."""
-    parameters = list(model.parameters())
-    saved = [parameter.data for parameter in parameters]
-    if 4 * sum(parameter.numel() for parameter in parameters) <= CHECKED_BYTES:
-        for parameter in parameters:
-            parameter.data = parameter.data.float()
+    holders = [(m._parameters, name) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+    saved = [held[name] for held, name in holders]
+    if 4 * sum(parameter.numel() for parameter in model.parameters()) <= CHECKED_BYTES:
+        for held, name in holders:
+            held[name] = torch.nn.Parameter(held[name].float(), requires_grad=False)  # type: ignore[union-attr]
     try:
         yield
     finally:
-        for parameter, data in zip(parameters, saved, strict=True):
-            parameter.data = data
+        for (held, name), parameter in zip(holders, saved, strict=True):
+            held[name] = parameter
 
 
 @contextmanager

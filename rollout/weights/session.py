@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -197,7 +198,9 @@ class WeightUpdater:
             assert body.update_info is not None
             info = body.update_info
         self._state = "receiving"
-        done = self._make_ready if session.single_call else self._received
+        done = self._received
+        if session.single_call:
+            done = self._prepared if body.prepare else self._make_ready
         self._submit(session, answer, lambda: session.receive(info), done)
 
     def _received(self, session: Update) -> None:
@@ -271,10 +274,13 @@ class WeightUpdater:
         if body.action == "compare" and body.baseline is None:
             raise WeightUpdateError(400, "weight_checker's action 'compare' needs a baseline: {name: sha256}")
 
+        pinned = ExitStack()
+        tensors = pinned.enter_context(self._store.snapshot())  # now: no commit may come between two ranks' calls
+
         def check() -> None:
             try:
-                with self._on_device():
-                    sums = self._store.checksums()
+                with pinned, self._on_device():
+                    sums = self._store.digest(tensors)
             except Exception as error:
                 answer.set_exception(as_update_error(error))
                 return
@@ -309,6 +315,11 @@ class WeightUpdater:
             )
         if not self._store.valid and (body.partial or body.base_epoch is not None):
             raise WeightUpdateError(409, "the weights are invalid (weight_info says since when): push them whole")
+        if self._store.names.shares and (body.base_epoch is not None or body.weight_staging == "in_place"):
+            asked = "sparse changes (base_epoch)" if body.base_epoch is not None else "an update in place"
+            raise WeightUpdateError(
+                400, f"{asked} can't be had with tensor_parallel_size > 1: push it whole and staged"
+            )
         if (body.weight_staging or self._store.weight_staging) == "full":
             return None
         if not self._paused():

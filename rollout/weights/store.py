@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +15,9 @@ from rollout.config import WeightStaging
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.naming import NameMap
 from rollout.weights.staging import Staging, digest
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class WeightStore:
@@ -23,6 +28,7 @@ class WeightStore:
     allocated at the first update; a commit makes the old live set the next staging. In place, the live set is itself
     the staging: `valid` is False, and no forward pass may run, from then until a commit (or until the update is
     dropped, if it wrote nothing). `prepare` is called with each complete set, by module name, before it is committed.
+    Of a sharded model it holds this rank's share; `mesh` is what whole parameters are gathered over.
     """
 
     def __init__(
@@ -32,10 +38,12 @@ class WeightStore:
         allow_partial: bool = False,
         weight_staging: WeightStaging = "full",
         prepare: Callable[[dict[str, torch.Tensor]], None] = lambda buffers: None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.allow_partial = allow_partial
         self.weight_staging = weight_staging
         self.prepare = prepare
+        self._mesh = mesh
         self.epoch = 0
         self.label = "default"
         self.valid = True
@@ -113,4 +121,16 @@ class WeightStore:
         A parameter whose checkpoint form is not a slice of it is digested whole, under its module name.
         """
         with self.snapshot() as tensors:
-            return {t.name: digest(t.view(tensors[t.slot])) for t in self.names.required("checkpoint")}
+            return self.digest(tensors)
+
+    def digest(self, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+        """The checksums of a set from `snapshot`. Where the model is sharded, all ranks call it together."""
+        sums: dict[str, str] = {}
+        targets = sorted(self.names.required("checkpoint"), key=lambda target: target.slot)
+        for slot, parts in groupby(targets, lambda target: target.slot):
+            whole = tensors[slot]
+            if slot in self.names.shares:
+                assert self._mesh is not None
+                whole = self.names.shares[slot].whole(whole, self._mesh)
+            sums |= {target.name: digest(target.view(whole)) for target in parts}
+        return sums
