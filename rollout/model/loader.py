@@ -64,12 +64,11 @@ def resolve_dtype(config: EngineConfig, model_config: PretrainedConfig, device: 
     return dtype
 
 
-def load_model(config: EngineConfig) -> PreTrainedModel:
-    """The model in evaluation mode, on its device, without gradients; `plug_in_attention` replaces its attention.
+def read_config(config: EngineConfig) -> tuple[str, PretrainedConfig, dict[str, Any]]:
+    """The path to load from, the model's configuration, and what loading a .gguf file takes beside them.
 
     Raises ValueError where the path holds no model, and what transformers raises for a model that it doesn't know.
     """
-    device = resolve_device(config)
     path, kwargs = config.model, dict[str, Any]()
     if path.endswith(".gguf"):
         from transformers import GgufConfig
@@ -81,13 +80,21 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
         if Path(path).exists() and not (Path(path) / "config.json").exists():
             raise ValueError(f"{path} holds no config.json: MODEL is a transformers folder, a .gguf file or a hub id")
         model_config = AutoConfig.from_pretrained(path)
+    return path, model_config, kwargs
+
+
+def load_model(config: EngineConfig) -> PreTrainedModel:
+    """The model in evaluation mode, on its device, without gradients; `plug_in_attention` replaces its attention.
+
+    Raises as `read_config` does.
+    """
+    device = resolve_device(config)
+    path, model_config, kwargs = read_config(config)
     dtype = resolve_dtype(config, model_config, device)
     if config.tensor_parallel_size > 1:
         from rollout.model.parallel import load_share
 
-        if kwargs:
-            raise ValueError(f"{config.model}: a .gguf file can't be loaded with tensor_parallel_size > 1")
-        return load_share(config, model_config, dtype, path).eval().requires_grad_(False)
+        return load_share(config, path, model_config, dtype).eval().requires_grad_(False)
     if config.load_format == "dummy":
         torch.manual_seed(config.seed or 0)
         with torch.device(device):

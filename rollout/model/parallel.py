@@ -10,38 +10,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
 from rollout.config import EngineConfig
+from rollout.model.loader import read_config
 
 
-def load_share(
-    config: EngineConfig, model_config: PretrainedConfig, dtype: torch.dtype, path: str, **kwargs: Any
-) -> PreTrainedModel:
-    """This rank's share, on its device; each reads only its slices of the checkpoint. All ranks call it together.
-
-    Raises ValueError, naming the model, where it has no plan or its key/value heads can't be dealt out evenly.
-    """
+def check_plan(config: EngineConfig) -> None:
+    """Raise ValueError, naming the model, where transformers can't deal it out to as many ranks."""
     size = config.tensor_parallel_size
-    check_plan(model_config, size)
-    kwargs |= {
-        "config": model_config,
-        "dtype": dtype,
-        "attn_implementation": "eager",
-        "distributed_config": DistributedConfig(tp_size=size),
-    }
-    if config.load_format != "dummy":
-        return AutoModelForCausalLM.from_pretrained(path, **kwargs)
-    torch.manual_seed(config.seed or 0)
-    whole = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
-    return type(whole).from_pretrained(None, state_dict=whole.state_dict(), **kwargs)
-
-
-def check_plan(model_config: PretrainedConfig, size: int) -> None:
-    """Raise ValueError, naming the model, where `size` ranks can't share it."""
+    _, model_config, gguf = read_config(config)
+    if gguf:
+        raise ValueError(
+            f"tensor_parallel_size {size}: {config.model} is a .gguf file, which every rank would hold whole"
+        )
     text_config = model_config.get_text_config()
     name = (model_config.architectures or [model_config.model_type])[0]
     plan = getattr(text_config, "base_model_tp_plan", None)
@@ -52,9 +36,19 @@ def check_plan(model_config: PretrainedConfig, size: int) -> None:
         raise ValueError(f"tensor_parallel_size {size} does not divide the {heads} key/value heads of {name}")
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a parameter: the tensor itself where it isn't sharded."""
-    return getattr(tensor, "_local_tensor", tensor)
+def load_share(config: EngineConfig, path: str, model_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """This rank's share, on its device; each reads only its slices of the checkpoint. All ranks call it together."""
+    options: dict[str, Any] = {
+        "config": model_config,
+        "dtype": dtype,
+        "attn_implementation": "eager",
+        "distributed_config": DistributedConfig(tp_size=config.tensor_parallel_size),
+    }
+    if config.load_format != "dummy":
+        return AutoModelForCausalLM.from_pretrained(path, **options)
+    torch.manual_seed(config.seed or 0)
+    whole = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
+    return type(whole).from_pretrained(None, state_dict=whole.state_dict(), **options)
 
 
 def least(number: int, device: torch.device) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor
 from rollout.config import EngineConfig
 from rollout.messages import EngineDied, Reply
 from rollout.model.attention.base import RaggedBatch
+from rollout.model.parallel import check_plan
 from rollout.model.runner import ModelRunner
 from rollout.parallel import group
 from rollout.parallel.commands import CopyBlocks, Forward, FromFollower, Join, Joined, ToFollower, WeightCall
@@ -219,7 +220,11 @@ class LeadingRunner(ModelRunner):
 def load_team(
     config: EngineConfig, wake: Callable[[], None], died: Callable[[str], None] | None
 ) -> tuple[Team, LeadingRunner]:
-    """Start the followers and load every rank's share of the model. Raises what loading it raises."""
+    """Start the followers and load every rank's share of the model.
+
+    Raises ValueError where the model can't be shared, and what loading it raises.
+    """
+    check_plan(config)
     team = Team(config, wake, died)
     try:
         with team.in_step():

@@ -92,12 +92,17 @@ class TeamUpdater(WeightUpdater):
 
 
 class _Joint:
-    """One answer for all ranks: the first error as soon as there is one, else the leader's own once all have theirs."""
+    """One answer for all ranks: the leader's own once all have theirs, or the first error.
+
+    Where the others may wait for a trainer in vain, an error is the answer at once. Where they only check what they
+    have, they come to an end first: an update that is dropped in the middle of its work spends the trainer's group.
+    """
 
     def __init__(self, updater: TeamUpdater, method: str, answers: list[Answer], *, commit: bool) -> None:
         self.answer: Answer = Future()
         self._updater, self._method, self._commit = updater, method, commit
-        self._own, self._left, self._failed = answers[0], len(answers), False
+        self._own, self._left = answers[0], len(answers)
+        self._error: BaseException | None = None
         self._lock = threading.Lock()
         for answer in answers:
             answer.add_done_callback(self._take)
@@ -105,22 +110,24 @@ class _Joint:
     def _take(self, done: Answer) -> None:
         error = done.exception()
         with self._lock:
-            first_error = error is not None and not self._failed
             self._left -= 1
-            self._failed |= error is not None
-            whole = not self._left and not self._failed
-        if first_error:
-            self._updater.give_up(self._method)
-            self.answer.set_exception(error)
-        elif whole and self._commit:
+            last, first_error = not self._left, error is not None and self._error is None
+            self._error = self._error or error
+        if self._error is not None:
+            if last if self._method == "finish_weight_update" else first_error:
+                self._fail(self._error)
+        elif last and self._commit:
             self._updater.flip().add_done_callback(self._pass_on)
-        elif whole:
+        elif last:
             self.answer.set_result(self._own.result())
+
+    def _fail(self, error: BaseException) -> None:
+        self._updater.give_up(self._method)
+        self.answer.set_exception(error)
 
     def _pass_on(self, done: Answer) -> None:
         if (error := done.exception()) is not None:
-            self._updater.give_up(self._method)
-            self.answer.set_exception(error)
+            self._fail(error)
         else:
             self.answer.set_result(done.result())
 
