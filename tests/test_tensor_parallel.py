@@ -178,6 +178,10 @@ def refused_pushes_leave_everything(
     running.call("finish_weight_update", prepare=True)
     assert running.call("weight_info")["state"] == "ready"
     running.call("abort_weight_update")
+    running.call("start_weight_update")
+    with pytest.raises(WeightUpdateError, match="no such parameter"):
+        running.call("update_weights", update_info=update_info({"odd": broken}))
+    running.join()
     some = {key: tensor for key, tensor in tensors.items() if key != projection}
     running.send(some)
     with pytest.raises(WeightUpdateError, match=f"lacks 1 of .*{projection}"):

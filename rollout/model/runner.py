@@ -99,8 +99,11 @@ class ModelRunner:
             budget = config.kv_cache_memory_bytes
         elif self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            held = [getattr(p, "_local_tensor", p) for p in self.model.parameters()]  # this rank's share of it
+            wholes = list(self.model.parameters())
+            held = [getattr(whole, "_local_tensor", whole) for whole in wholes]  # this rank's share of it
             staging = sum(p.numel() * p.element_size() for p in held)
+            if config.tensor_parallel_size > 1:  # a whole parameter arrives before it is cut
+                free -= max(p.numel() * p.element_size() for p in wholes)
             reserve = staging * (config.weight_staging == "full") + total * (1 - config.gpu_memory_utilization)
             budget = int(free - reserve - (1 << 30))
         else:

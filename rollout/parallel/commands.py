@@ -42,13 +42,23 @@ class WeightCall(msgspec.Struct, tag=True):
     params: dict[str, Any]
 
 
+class GatherWeights(msgspec.Struct, tag=True):
+    """Put the live parameters together along with the leader, as they are now; answered by one Reply of the same id."""
+
+    call_id: int
+
+
 class CommitWeights(msgspec.Struct, tag=True):
     """Flip to the prepared weights: the leader has, between the steps before and after this command."""
+
+
+class Started(msgspec.Struct, tag=True):
+    """The follower is about to meet the other ranks."""
 
 
 class Joined(msgspec.Struct, tag=True):
     """The share is loaded and checked; commands are obeyed from now on."""
 
 
-ToFollower = Join | Forward | CopyBlocks | WeightCall | CommitWeights
-FromFollower = Joined | Reply | EngineDied
+ToFollower = Join | Forward | CopyBlocks | WeightCall | GatherWeights | CommitWeights
+FromFollower = Started | Joined | Reply | EngineDied

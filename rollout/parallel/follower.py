@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -27,8 +28,10 @@ from rollout.parallel.commands import (
     CopyBlocks,
     Forward,
     FromFollower,
+    GatherWeights,
     Join,
     Joined,
+    Started,
     ToFollower,
     WeightCall,
 )
@@ -45,11 +48,14 @@ class Follower:
 
     def __init__(self, order: Join, connection: Connection) -> None:
         self._connection, self._lock = connection, threading.Lock()
+        self.send(Started())
         config = order.config
         store = group.find_store(order.port, config.tensor_parallel_size)
         mesh = group.join(config, store, order.rank)
         self.runner = ModelRunner(config)
-        self.store = WeightStore(self.runner.model, allow_partial=config.allow_partial_updates, mesh=mesh)
+        self.store = WeightStore(
+            self.runner.model, allow_partial=config.allow_partial_updates, prepare=self.runner.packed.pack, mesh=mesh
+        )
         self.weights = WeightUpdater(self.store, timeout_s=config.weight_update_timeout_s, device=self.runner.device)
 
     def send(self, message: FromFollower) -> None:
@@ -66,10 +72,30 @@ class Follower:
                 self.runner.copy_blocks(pairs)
             case WeightCall(call_id, method, params):
                 self.weights.call(method, params).add_done_callback(partial(self._answer, call_id))
+            case GatherWeights(call_id):
+                self._gather(call_id)
             case CommitWeights():
                 self.weights.call("finish_weight_update", {})
                 if self.weights.commit_if_ready() is None:
                     raise RuntimeError("the leader has committed weights that are not prepared here")
+
+    def _gather(self, call_id: int) -> None:
+        done: Future[dict[str, Any]] = Future()
+        done.add_done_callback(partial(self._answer, call_id))
+        pinned = ExitStack()
+        tensors = pinned.enter_context(self.store.snapshot())
+
+        def gather() -> None:
+            try:
+                with pinned:
+                    for _ in self.store.gather(tensors):
+                        pass
+            except RuntimeError as error:
+                done.set_exception(error)
+            else:
+                done.set_result({})
+
+        threading.Thread(target=gather, name="weights-gather", daemon=True).start()
 
     def _answer(self, call_id: int, done: Future[dict[str, Any]]) -> None:
         error = done.exception()

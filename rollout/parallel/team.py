@@ -10,10 +10,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
-from typing import Any
 
 import msgspec
 from torch import Tensor
@@ -24,7 +23,7 @@ from rollout.model.attention.base import RaggedBatch
 from rollout.model.parallel import check_plan
 from rollout.model.runner import ModelRunner
 from rollout.parallel import group
-from rollout.parallel.commands import CopyBlocks, Forward, FromFollower, Join, Joined, ToFollower, WeightCall
+from rollout.parallel.commands import CopyBlocks, Forward, FromFollower, Join, Joined, Started, ToFollower
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.update import Answer
 
@@ -47,7 +46,7 @@ class Follower:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.reason: str | None = None
-        self.joined = threading.Event()
+        self.started, self.joined = threading.Event(), threading.Event()
         self._socket, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
@@ -87,25 +86,31 @@ class Team:
         self.size = config.tensor_parallel_size
         self._wake, self._died = wake, died
         self._ids = itertools.count()
-        self._calls: dict[int, tuple[int, Answer]] = {}
+        self._calls: dict[int, Answer] = {}
         self._lock = threading.Lock()
         self._reason: str | None = None
         self._lost, self._noticed = threading.Event(), threading.Event()
         group.check_devices(config)
-        store = group.open_store(self.size)
+        self._store = group.open_store(self.size)
         self._followers = [Follower(rank) for rank in range(1, self.size)]
         for follower in self._followers:
-            follower.tell(Join(config, follower.rank, store.port))
+            follower.tell(Join(config, follower.rank, self._store.port))
             threading.Thread(target=self._listen, args=(follower,), name="follower", daemon=True).start()
-        with self.in_step():
-            self.mesh = group.join(config, store, 0)
 
-    def wait_joined(self) -> None:
-        """Wait until every follower obeys. Raises FollowerLostError where one is lost, or takes too long."""
+    def load(self, config: EngineConfig) -> LeadingRunner:
+        """Meet the followers, and load every rank's share. Raises FollowerLostError, and what loading it raises."""
+        self._wait(lambda follower: follower.started)
+        with self.in_step():
+            self.mesh = group.join(config, self._store, 0)
+            runner = LeadingRunner(config, self)
+        self._wait(lambda follower: follower.joined)
+        return runner
+
+    def _wait(self, event: Callable[[Follower], threading.Event]) -> None:
         for follower in self._followers:
-            if not follower.joined.wait(group.COLLECTIVE_TIMEOUT_S):
+            if not event(follower).wait(group.COLLECTIVE_TIMEOUT_S):
                 raise FollowerLostError(
-                    f"tensor-parallel rank {follower.rank} was not ready {group.COLLECTIVE_TIMEOUT_S:g} s after rank 0"
+                    f"tensor-parallel rank {follower.rank} kept rank 0 waiting for {group.COLLECTIVE_TIMEOUT_S:g} s"
                 )
         self.check()
 
@@ -114,16 +119,21 @@ class Team:
         for follower in self._followers:
             follower.tell(command)
 
-    def ask(self, method: str, params_of: Callable[[int], dict[str, Any]]) -> list[Answer]:
-        """Make a control call of the followers' weight updates; rank i gets `params_of(i)`."""
+    def ask(self, command: Callable[[int, int], ToFollower]) -> list[Answer]:
+        """Send every follower `command(rank, call_id)`, which it answers; an error is a WeightUpdateError."""
         answers = []
         for follower in self._followers:
             answer: Answer = Future()
             call_id = next(self._ids)
-            with self._lock:
-                self._calls[call_id] = (follower.rank, answer)
-            follower.tell(WeightCall(call_id, method, params_of(follower.rank)))
             answers.append(answer)
+            with self._lock:
+                reason = self._reason
+                if reason is None:
+                    self._calls[call_id] = answer
+            if reason is None:
+                follower.tell(command(follower.rank, call_id))
+            else:
+                answer.set_exception(WeightUpdateError(503, reason))
         return answers
 
     def check(self) -> None:
@@ -133,16 +143,17 @@ class Team:
             raise FollowerLostError(self._reason)
 
     @contextlib.contextmanager
-    def in_step(self) -> Any:
-        """Work that all ranks do together: its failure names the rank that caused it, and ends all."""
+    def in_step(self) -> Iterator[None]:
+        """Work that all ranks do together: its failure names the rank that caused it, and ends the followers."""
         try:
             yield
         except RuntimeError as error:
             self._lost.wait(NOTICE_S)
+            self._noticed.set()
             self._kill()
             self.check()
             told = str(error).strip().split("\n")[0][:300]
-            raise FollowerLostError(f"the {self.size} tensor-parallel ranks fell out of step: {told}") from error
+            raise FollowerLostError(f"tensor-parallel rank 0 failed in a step of {self.size} ranks: {told}") from error
 
     def close(self) -> None:
         """End the followers, and leave the process group."""
@@ -156,14 +167,16 @@ class Team:
         try:
             while True:
                 match decode(follower.connection.recv_bytes()):
+                    case Started():
+                        follower.started.set()
                     case Joined():
                         follower.joined.set()
                     case Reply(call_id, result, error):
                         with self._lock:
-                            _, answer = self._calls.pop(call_id)
-                        if error is None:
+                            answer = self._calls.pop(call_id, None)
+                        if answer is not None and error is None:
                             answer.set_result(result)
-                        else:
+                        elif answer is not None and error is not None:
                             answer.set_exception(WeightUpdateError(error.status, error.message))
                     case EngineDied(reason):
                         follower.reason = reason
@@ -176,13 +189,14 @@ class Team:
             follower.process.wait(NOTICE_S / 2)
         code = follower.process.poll()
         why = follower.reason or (f"{type(error).__name__} {error}" if code is None else f"exit code {code}")
-        self._reason = self._reason or f"tensor-parallel rank {follower.rank} ended: {why}"
-        self._lost.set()
         with self._lock:
+            self._reason = self._reason or f"tensor-parallel rank {follower.rank} ended: {why}"
             waiting, self._calls = list(self._calls.values()), {}
-        for _, answer in waiting:
+        self._lost.set()
+        for answer in waiting:
             answer.set_exception(WeightUpdateError(503, self._reason))
         for other in self._followers:
+            other.started.set()
             other.joined.set()
         self._wake()
         if not self._noticed.wait(2 * NOTICE_S) and self._died is not None:
@@ -227,10 +241,7 @@ def load_team(
     check_plan(config)
     team = Team(config, wake, died)
     try:
-        with team.in_step():
-            runner = LeadingRunner(config, team)
-        team.wait_joined()
+        return team, team.load(config)
     except BaseException:
         team.close()
         raise
-    return team, runner

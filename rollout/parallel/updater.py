@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 
-from rollout.parallel.commands import CommitWeights
+from rollout.parallel.commands import CommitWeights, GatherWeights, WeightCall
 from rollout.parallel.team import Team
 from rollout.weights.bodies import InitBody, parse
 from rollout.weights.errors import WeightUpdateError
@@ -31,32 +32,33 @@ class TeamUpdater(WeightUpdater):
     def __init__(self, team: Team, store: WeightStore, **options: Any) -> None:
         super().__init__(store, **options)
         self._team = team
-        self._checking: Answer | None = None
+        self._gathers: list[Answer] = []
 
     def call(self, method: str, params: dict[str, Any]) -> Answer:
-        """As `WeightUpdater.call`; on one thread."""
+        """As `WeightUpdater.call`; on the engine's thread."""
         if method in _LEADERS_OWN or method not in self.methods:
             return super().call(method, params)
         try:
-            self._refuse(method, params)
+            if method == "init_weight_transfer_engine":
+                self._check_ranks(params)
+            if method == "weight_checker":
+                with self.gathering():
+                    return _begun(super().call(method, params))
+            return self._call_all(method, params)
         except WeightUpdateError as error:
             refused: Answer = Future()
             refused.set_exception(error)
             return refused
-        holds = method == "finish_weight_update" or params.get("weight_dir") is not None
-        own = super().call(method, {**params, "prepare": True} if holds else params)
-        if own.done() and own.exception() is not None:
-            if self._session is None:
-                self._team.ask(_ABORT, lambda rank: {})
-            return own
-        if method == "start_weight_update":
-            self._team.ask(_ABORT, lambda rank: {})  # one that only they have left is over
-        answers = self._team.ask(method, partial(_params_of, method, {**params, "prepare": True} if holds else params))
-        commit = holds and not params.get("prepare")
-        answer = _Joint(self, method, [own, *answers], commit=commit).answer
-        if method == "weight_checker":
-            self._checking = answer
-        return answer
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """As `WeightUpdater.gathering`: the followers gather what serves at the end of the block. One at a time."""
+        if not all(answer.done() for answer in self._gathers):
+            raise WeightUpdateError(
+                409, "the weights are being gathered for an earlier call: ask again after its answer"
+            )
+        yield
+        self._gathers = self._team.ask(lambda rank, call_id: GatherWeights(call_id))
 
     def commit_if_ready(self) -> Commit | None:
         """As `WeightUpdater.commit_if_ready`, for all ranks. Raises FollowerLostError."""
@@ -68,27 +70,41 @@ class TeamUpdater(WeightUpdater):
 
     def give_up(self, method: str) -> None:
         """Have every rank drop what a call that failed on one of them has begun."""
-        undo = {"init_weight_transfer_engine": _SHUTDOWN}.get(method, _ABORT)
-        if method not in (_ABORT, _SHUTDOWN, "weight_checker"):
+        if method not in (_ABORT, _SHUTDOWN):
+            undo = _SHUTDOWN if method == "init_weight_transfer_engine" else _ABORT
             super().call(undo, {})
-            self._team.ask(undo, lambda rank: {})
+            self._tell(undo)
 
     def flip(self) -> Answer:
         """Let the prepared update be committed before the next step."""
         return super().call("finish_weight_update", {})
 
-    def _refuse(self, method: str, params: dict[str, Any]) -> None:
-        if method == "init_weight_transfer_engine":
-            info = parse(params, InitBody).init_info
-            left = info.world_size - info.rank_offset
-            if info.backend != "disk" and left < self._team.size:
-                raise WeightUpdateError(
-                    400,
-                    f"init_info leaves {left} ranks (rank_offset {info.rank_offset} of world_size {info.world_size}), "
-                    f"this engine takes {self._team.size}: /get_world_size says how many",
-                )
-        if method == "weight_checker" and self._checking is not None and not self._checking.done():
-            raise WeightUpdateError(409, "weight_checker is at work for an earlier call: ask again after its answer")
+    def _call_all(self, method: str, params: dict[str, Any]) -> Answer:
+        commits = method == "finish_weight_update" or params.get("weight_dir") is not None
+        asked = {**params, "prepare": True} if commits else params
+        try:
+            own = _begun(super().call(method, asked))
+        except WeightUpdateError:
+            if self._session is None:
+                self._tell(_ABORT)
+            raise
+        if method == "start_weight_update":
+            self._tell(_ABORT)  # an update that only they have left open is over
+        others = self._team.ask(lambda rank, call_id: WeightCall(call_id, method, _params_of(method, asked, rank)))
+        return _Joint(self, method, [own, *others], commit=commits and not params.get("prepare")).answer
+
+    def _tell(self, method: str) -> None:
+        self._team.ask(lambda rank, call_id: WeightCall(call_id, method, {}))
+
+    def _check_ranks(self, params: dict[str, Any]) -> None:
+        info = parse(params, InitBody).init_info
+        left = info.world_size - info.rank_offset
+        if info.backend != "disk" and left < self._team.size:
+            raise WeightUpdateError(
+                400,
+                f"init_info leaves {left} ranks (rank_offset {info.rank_offset} of world_size {info.world_size}), "
+                f"this engine takes {self._team.size}: /get_world_size says how many",
+            )
 
 
 class _Joint:
@@ -130,6 +146,13 @@ class _Joint:
             self._fail(error)
         else:
             self.answer.set_result(done.result())
+
+
+def _begun(answer: Answer) -> Answer:
+    """The answer to a call; raises what has already refused it."""
+    if answer.done() and (error := answer.exception()) is not None:
+        raise error
+    return answer
 
 
 def _params_of(method: str, params: dict[str, Any], rank: int) -> dict[str, Any]:

@@ -67,17 +67,18 @@ class NameMap:
                     self.slots[name] = tensor._local_tensor
                 if name not in parameters:
                     self.optional.add(name)
-        served, self.unserved = _checkpoint_views(model, {name: self._shape(slot) for name, slot in first.items()})
+        served, self.unserved = _checkpoint_views(model, {name: self.shape(slot) for name, slot in first.items()})
         sliced = {module_name for module_name, _ in served.values()}
         self.targets: dict[str, Target] = {}
         for name, (module_name, view) in served.items():
             self._add(name, first, module_name, view, None if name in first else "checkpoint")
         for name in first:
             if name not in self.targets:
-                whole = torch.empty(self._shape(first[name]), device="meta")
+                whole = torch.empty(self.shape(first[name]), device="meta")
                 self._add(name, first, name, whole, "module" if name in sliced else None)
 
-    def _shape(self, slot: str) -> torch.Size:
+    def shape(self, slot: str) -> torch.Size:
+        """The whole parameter's shape."""
         return self.shares[slot].shape if slot in self.shares else self.slots[slot].shape
 
     def _add(self, name: str, first: dict[str, str], module_name: str, view: torch.Tensor, style: Style | None) -> None:

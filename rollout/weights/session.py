@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -140,6 +140,11 @@ class WeightUpdater:
                 else {"message": "Weight update committed", "weight_version": commit.label, "epoch": commit.epoch}
             )
         return commit
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Begin, within the block, to read the store's `gather`. Raises WeightUpdateError 409 where it isn't free."""
+        yield
 
     def close(self) -> None:
         """Abort what is under way and leave the trainer's group; the engine is going down."""

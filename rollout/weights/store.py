@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 
 from rollout.config import WeightStaging
 from rollout.weights.errors import WeightUpdateError
-from rollout.weights.naming import NameMap
+from rollout.weights.naming import NameMap, Target
 from rollout.weights.staging import Staging, digest
 
 if TYPE_CHECKING:
@@ -124,13 +123,21 @@ class WeightStore:
             return self.digest(tensors)
 
     def digest(self, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-        """The checksums of a set from `snapshot`. Where the model is sharded, all ranks call it together."""
-        sums: dict[str, str] = {}
-        targets = sorted(self.names.required("checkpoint"), key=lambda target: target.slot)
-        for slot, parts in groupby(targets, lambda target: target.slot):
-            whole = tensors[slot]
-            if slot in self.names.shares:
+        """The checksums of a set from `snapshot`; where the model is sharded, while all ranks `gather` it."""
+        targets: dict[str, list[Target]] = {}
+        for target in self.names.required("checkpoint"):
+            targets.setdefault(target.slot, []).append(target)
+        return {t.name: digest(t.view(whole)) for slot, whole in self.gather(tensors) for t in targets[slot]}
+
+    def gather(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a set from `snapshot`, by module name; one that is sharded comes whole, and on the CPU.
+
+        All ranks of a sharded model iterate together.
+        """
+        for slot in sorted(tensors):
+            share = self.names.shares.get(slot)
+            if share is None:
+                yield slot, tensors[slot]
+            else:
                 assert self._mesh is not None
-                whole = self.names.shares[slot].whole(whole, self._mesh)
-            sums |= {target.name: digest(target.view(whole)) for target in parts}
-        return sums
+                yield slot, share.whole(tensors[slot], self._mesh)
