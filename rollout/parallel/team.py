@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -48,6 +49,8 @@ class Follower:
         self.reason: str | None = None
         self.started, self.joined = threading.Event(), threading.Event()
         self._socket, theirs = socket.socketpair()
+        limit = struct.pack("ll", int(group.COLLECTIVE_TIMEOUT_S), 0)  # of a command to one that doesn't read
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "rollout.parallel.follower", str(theirs.fileno())],
