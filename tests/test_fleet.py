@@ -228,6 +228,22 @@ def test_engines_join_and_leave_while_it_serves(server: FleetServer, serving: tu
     server.check_serves(90, serving[1] + 1, "ninety")
 
 
+def test_engines_of_two_processes_each(tmp_path: Path) -> None:
+    with fleet(tmp_path, "--tensor-parallel-size", "2") as server:
+        assert server.client.request("GET", "/get_world_size") == {"world_size": 4}
+        assert server.client.request("GET", "/get_world_size?include_dp=false") == {"world_size": 2}
+        with WeightSender.connect(server.client, tiny_models.model("llama", 1), timeout_s=60) as sender:
+            assert sender.push("one").epoch == 1
+            server.check_serves(1, 1, "one")
+            sums = server.client.post("/weight_checker", {"action": "checksum"})
+            server.kill(1)
+            server.wait_whole(1)
+            server.check_serves(1, 1, "one")
+            assert server.client.post("/weight_checker", {"action": "compare", "baseline": sums["checksums"]})["match"]
+            assert sender.push("two").epoch == 2
+        server.check_serves(1, 2, "two")
+
+
 # -- with an engine that fails when it must not
 
 
