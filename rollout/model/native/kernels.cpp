@@ -11,6 +11,7 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
+#include <omp.h>
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
@@ -365,12 +366,12 @@ void attend(const T* query, const T* key, const T* value, const int64_t* strides
 #pragma omp parallel
     {
 #pragma omp for
-        for (int h = 0; h < heads_kv; h++) {
-            for (int i = 0; i < num_fresh; i++)
-                std::memset(cache.value_block(fresh[i], h), 0, sizeof(T) * cache.block_size * cache.padded);
-            for (int t = 0; t < tokens; t++)
+        for (int i = 0; i < num_fresh; i++)
+            std::memset(cache.value_block(fresh[i], 0), 0, sizeof(T) * heads_kv * cache.block_size * cache.padded);
+#pragma omp for
+        for (int t = 0; t < tokens; t++)
+            for (int h = 0; h < heads_kv; h++)
                 cache.write(slots[t], h, key + h * strides[2] + t * strides[3], value + h * strides[4] + t * strides[5]);
-        }
         Tile<T> tile(cache, heads, scaling, window, softcap);
         std::vector<Row> rows;
 #pragma omp for schedule(dynamic)
@@ -475,23 +476,29 @@ void multiply(const bf16* x, const bf16* packed, const float* bias, int64_t rows
     int64_t blocks = (rows * k * int64_t(sizeof(bf16)) + CACHED_BYTES - 1) / CACHED_BYTES;  // of rows that stay in the cache
     int64_t height = ((rows + blocks - 1) / blocks + ROWS - 1) / ROWS * ROWS;
     blocks = (rows + height - 1) / height;
-#pragma omp parallel for
-    for (int64_t i = 0; i < blocks * panels; i++) {
-        int64_t p = i % panels, first = i / panels * height, tiles = (std::min(height, rows - first) + ROWS - 1) / ROWS;
-        const bf16* panel = packed + p * k * PANEL;
-        const char* next = reinterpret_cast<const char*>(panel) + bytes;
-        int64_t share = p + 1 < panels ? (bytes / tiles + 63) / 64 * 64 : 0;
-        int width = int(std::min<int64_t>(PANEL, n - p * PANEL));
-        for (int64_t t = 0; t < tiles; t++) {
+    int64_t steps = height / ROWS, units = blocks * panels * steps;  // of work: ROWS rows with one panel
+#pragma omp parallel
+    {
+        int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        int64_t begin = units * thread / threads, end = units * (thread + 1) / threads;
+        for (int64_t from = begin, to; from < end; from = to) {
+            int64_t i = from / steps, p = i % panels, first = i / panels * height, last = std::min(first + height, rows);
+            to = std::min((i + 1) * steps, end);
+            const bf16* panel = packed + p * k * PANEL;
+            const char* next = reinterpret_cast<const char*>(panel) + bytes;
+            int64_t share = p + 1 < panels && to < end ? (bytes / (to - from) + 63) / 64 * 64 : 0, done = 0;
+            int width = int(std::min<int64_t>(PANEL, n - p * PANEL));
             auto rows_of = [&](auto count, int64_t r, Ahead ahead) {
                 multiply_rows<decltype(count)::value, T>(x + r * k, panel, bias ? bias + p * PANEL : nullptr, k,
                                                          y + r * n + p * PANEL, n, width, ahead);
             };
-            int64_t r = first + t * ROWS, left = std::min<int64_t>(ROWS, rows - r), from = std::min(t * share, bytes);
-            Ahead ahead{next + from, std::min(share, bytes - from)};
-            if (left == ROWS) { rows_of(std::integral_constant<int, ROWS>(), r, ahead); continue; }
-            for (; left >= 2; left -= 2, r += 2, ahead.bytes = 0) rows_of(std::integral_constant<int, 2>(), r, ahead);
-            if (left) rows_of(std::integral_constant<int, 1>(), r, ahead);
+            for (int64_t unit = from; unit < to; unit++, done = std::min(done + share, bytes)) {
+                int64_t r = first + (unit - i * steps) * ROWS, left = std::min<int64_t>(ROWS, last - r);
+                Ahead ahead{next + done, std::min(share, bytes - done)};
+                if (left == ROWS) { rows_of(std::integral_constant<int, ROWS>(), r, ahead); continue; }
+                for (; left >= 2; left -= 2, r += 2, ahead.bytes = 0) rows_of(std::integral_constant<int, 2>(), r, ahead);
+                if (left > 0) rows_of(std::integral_constant<int, 1>(), r, ahead);
+            }
         }
     }
 }
@@ -549,6 +556,59 @@ void normalize(const T* x, const T* weight, float epsilon, T* y, int64_t rows, i
     }
 }
 
+// One token a row by inverse CDF over softmax(logits / temperature), as rollout/engine/sampler.py defines it: first a
+// block of tokens by the blocks' sums, then a token of it. NaN counts as -inf, +inf as a large number.
+constexpr int BLOCK = 256;
+
+// An index by inverse CDF over n weights, rounded to integers; `uniform` becomes where it fell inside the pick.
+int pick(const float* weights, int n, double& uniform, double* shares) {
+    float top = *std::max_element(weights, weights + n);
+    double total = 0, end = 0;
+    int last = 0;
+    for (int i = 0; i < n; i++) total += shares[i] = std::nearbyint(double(weights[i]) / double(top) * 4398046511104.0);
+    double target = std::floor(uniform * total);
+    for (int i = 0; i < n && end <= target; i++)
+        if (shares[i] > 0) last = i, end += shares[i];
+    uniform = (target - (end - shares[last])) / shares[last];
+    return last;
+}
+
+void draw(const float* logits, int64_t stride, int vocab, const float* temperatures, const double* uniforms,
+          int64_t* tokens, int rows) {
+    const int blocks = (vocab + BLOCK - 1) / BLOCK, size = std::max(blocks, BLOCK);
+#pragma omp parallel
+    {
+        std::vector<float> scaled(int64_t(blocks) * BLOCK, -INFINITY), weights(size);
+        std::vector<double> shares(size);
+#pragma omp for schedule(dynamic)
+        for (int r = 0; r < rows; r++) {
+            Floats tops = all(-INFINITY);
+            in_vectors<float>(vocab, [&](int d, int n) {
+                Floats x = load_some(logits + r * stride + d, n);
+                x = x == x ? x : all(-INFINITY);
+                x = x == all(INFINITY) ? all(1e30f) : x;
+                if (temperatures[r] != 1) x = x / temperatures[r];
+                for (int i = n; i < LANES; i++) x[i] = -INFINITY;
+                tops = x > tops ? x : tops;
+                store(&scaled[d], x);
+            });
+            float top = largest(tops);
+            if (top == -INFINITY) { tokens[r] = 0; continue; }
+            for (int b = 0; b < blocks; b++) {
+                Floats parts[BLOCK / LANES];
+                for (int i = 0; i < BLOCK / LANES; i++) parts[i] = exponential(load(&scaled[b * BLOCK + i * LANES]) - top);
+                for (int half = BLOCK / LANES / 2; half; half /= 2)
+                    for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+                weights[b] = sum(parts[0]);
+            }
+            double uniform = uniforms[r];
+            int block = pick(weights.data(), blocks, uniform, shares.data());
+            for (int i = 0; i < BLOCK; i += LANES) store(&weights[i], exponential(load(&scaled[block * BLOCK + i]) - top));
+            tokens[r] = block * BLOCK + pick(weights.data(), BLOCK, uniform, shares.data());
+        }
+    }
+}
+
 }  // namespace
 
 #define BOTH(MAKE) MAKE(bf16, bf16) MAKE(f32, float)
@@ -577,6 +637,10 @@ extern "C" void multiply_bf16(const bf16* x, const bf16* packed, const float* bi
                               void* y, int rounded) {
     if (rounded) multiply(x, packed, bias, rows, n, k, static_cast<bf16*>(y));
     else multiply(x, packed, bias, rows, n, k, static_cast<float*>(y));
+}
+extern "C" void draw_f32(const float* logits, int64_t stride, int vocab, const float* temperatures,
+                         const double* uniforms, int64_t* tokens, int rows) {
+    draw(logits, stride, vocab, temperatures, uniforms, tokens, rows);
 }
 extern "C" int has_wide_vectors() {  // whether a vector of 16 floats is one register: else torch is faster
 #ifdef __AVX512F__
