@@ -26,6 +26,7 @@ TRIED = (1, 5, 64)
 """Numbers of rows that a replacement is tried on."""
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one module that transformers' code applies to the same input, one after another."""
+GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 class PackedWeights:
@@ -146,6 +147,54 @@ def _same(stock: Callable[[Tensor], Tensor], fused: Callable[[Tensor], Tensor], 
         if not torch.equal(stock(x), fused(x)):
             return False
     return True
+
+
+class SiLUGate(nn.SiLU):
+    """silu(gate) * up in one pass."""
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        if up is None:
+            return super().forward(gate)
+        usual = gate.dtype is torch.bfloat16 and gate.shape == up.shape and gate.stride() == up.stride()
+        if not usual or gate.stride(-1) != 1 or gate.numel() != gate.shape[-2] * gate.shape[-1]:
+            return super().forward(gate) * up
+        y = torch.empty(gate.shape, dtype=gate.dtype)
+        rows, stride = ctypes.c_int64(gate.shape[-2]), ctypes.c_int64(gate.stride(-2))
+        library().gate_bf16(address(gate), address(up), stride, address(y), rows, gate.shape[-1])  # type: ignore[union-attr]
+        return y
+
+
+def fuse_gates(model: nn.Module) -> None:
+    """The usual gated layers, `down_proj(silu(gate_proj(x)) * up_proj(x))` in bfloat16, with a gate of one pass."""
+    same: dict[type, bool] = {}
+    for module in model.modules():
+        if not all(serves_linear(getattr(module, name, None)) for name in GATED) or not is_fast() or not _same_silu():
+            continue
+        stock_gate, stock = getattr(module, "act_fn", None), module.forward
+        if type(stock_gate).__name__ in ("SiLU", "SiLUActivation"):
+            module.act_fn = SiLUGate()
+            fused = _gated(module)
+            if type(module) not in same:
+                same[type(module)] = _same(stock, fused, module.gate_proj.weight[0])  # type: ignore[index]
+            if same[type(module)]:
+                module.forward = fused  # type: ignore[method-assign, assignment]
+
+
+def _gated(module: Any) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        gate = module.gate_proj(x)
+        return module.down_proj(module.act_fn(gate, module.up_proj(x)))
+
+    return forward
+
+
+@functools.cache
+@torch.inference_mode()
+def _same_silu() -> bool:
+    """Whether the gate has torch's bits for every number that there is in bfloat16."""
+    x = torch.arange(-(1 << 15), 1 << 15).short().view(torch.bfloat16)[None]
+    stock, fused = nn.functional.silu(x), SiLUGate()(x, torch.ones_like(x))
+    return torch.equal(stock.isnan(), fused.isnan()) and torch.equal(stock.nan_to_num(), fused.nan_to_num())
 
 
 def fuse_rotary(model: nn.Module) -> None:

@@ -90,18 +90,27 @@ inline float largest(Floats v) {
     return top;
 }
 
-inline Floats exponential(Floats x) {  // 0 below exp's smallest normal result
-    Ints none = x < all(-87.0f);
-    x = none ? all(-87.0f) : x;
+inline Floats reduced_exponential(Floats x, Ints& power) {  // exp(x) is what is returned, times 2^power
     Floats n = fused(x, all(1.44269504f), all(12582912.0f)) - 12582912.0f;
     Floats r = fused(n, all(-0.693359375f), x);
     r = fused(n, all(2.12194440e-4f), r);
     Floats p = all(1.9875691500e-4f);
     for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
         p = fused(p, r, all(c));
-    p = fused(p, r * r, r) + 1.0f;
-    Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-    return none ? Floats{} : p * floats(power);
+    power = __builtin_convertvector(n, Ints);
+    return fused(p, r * r, r) + 1.0f;
+}
+inline Floats power_of_two(Ints n) { return floats((n + 127) << 23); }
+inline Floats exponential(Floats x) {  // for x <= 88; 0 below exp's smallest normal result
+    Ints none = x < all(-87.0f), power;
+    Floats p = reduced_exponential(none ? all(-87.0f) : x, power);
+    return none ? Floats{} : p * power_of_two(power);
+}
+inline Floats silu(Floats x) {  // x / (1 + exp(-x))
+    Floats up = -x > all(100.0f) ? all(100.0f) : -x < all(-87.0f) ? all(-87.0f) : -x;  // 1 + exp(-87) is 1, exp(100) inf
+    Ints power;
+    Floats p = reduced_exponential(up, power);
+    return x / (p * power_of_two(power / 2) * power_of_two(power - power / 2) + 1.0f);
 }
 
 // Elements come in pairs of neighbours along the sum in bfloat16, one by one in float32: a "word" is such a pair.
@@ -423,6 +432,17 @@ void rotate(const T* from, int64_t head_stride, int64_t token_stride, const T* c
         }
 }
 
+// y = silu(gate) * up, each operation rounded as one of torch's would be. Rows of n, `stride` elements apart in gate and up.
+template <class T>
+void gate(const T* gates, const T* ups, int64_t stride, T* y, int64_t rows, int n) {
+#pragma omp parallel for if (rows * n > 8192)
+    for (int64_t r = 0; r < rows; r++)
+        in_vectors<T>(n, [&](int d, int count) {
+            Floats x = load_some(gates + r * stride + d, count);
+            store_some(y + r * n + d, rounded<T>(silu(x)) * load_some(ups + r * stride + d, count), count);
+        });
+}
+
 // y (rows, n) = x (rows, k) · weight (n, k) + bias: the weight packed as [n / 64][k / 2][64][2].
 constexpr int WIDE = 4, PANEL = WIDE * LANES;
 #ifdef __AVX512BF16__
@@ -641,6 +661,9 @@ extern "C" void multiply_bf16(const bf16* x, const bf16* packed, const float* bi
 extern "C" void draw_f32(const float* logits, int64_t stride, int vocab, const float* temperatures,
                          const double* uniforms, int64_t* tokens, int rows) {
     draw(logits, stride, vocab, temperatures, uniforms, tokens, rows);
+}
+extern "C" void gate_bf16(const bf16* gates, const bf16* ups, int64_t stride, bf16* y, int64_t rows, int n) {
+    gate(gates, ups, stride, y, rows, n);
 }
 extern "C" int has_wide_vectors() {  // whether a vector of 16 floats is one register: else torch is faster
 #ifdef __AVX512F__
