@@ -79,6 +79,14 @@ template <> inline Floats rounded<bf16>(Floats v) {
     return floats((b + 0x7fff + ((b >> 16) & 1)) & int32_t(0xffff0000));
 }
 
+inline Floats least(Floats a, Floats b) {  // NaN where b is
+#ifdef __AVX512F__
+    return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return a < b ? a : b;
+#endif
+}
+
 inline float sum(Floats v) {
     for (int half = LANES / 2; half; half /= 2)
         for (int i = 0; i < half; i++) v[i] += v[i + half];
@@ -107,10 +115,9 @@ inline Floats exponential(Floats x) {  // for x <= 88; 0 below exp's smallest no
     return none ? Floats{} : p * power_of_two(power);
 }
 inline Floats silu(Floats x) {  // x / (1 + exp(-x))
-    Floats up = -x > all(100.0f) ? all(100.0f) : -x < all(-87.0f) ? all(-87.0f) : -x;  // 1 + exp(-87) is 1, exp(100) inf
     Ints power;
-    Floats p = reduced_exponential(up, power);
-    return x / (p * power_of_two(power / 2) * power_of_two(power - power / 2) + 1.0f);
+    Floats p = reduced_exponential(least(all(89.5f), -least(all(86.0f), x)), power);  // 1 + exp(-86) is 1, exp(89.5) inf
+    return x / fused(p * power_of_two(power - 1), all(2.0f), all(1.0f));
 }
 
 // Elements come in pairs of neighbours along the sum in bfloat16, one by one in float32: a "word" is such a pair.
@@ -525,50 +532,43 @@ void multiply(const bf16* x, const bf16* packed, const float* bias, int64_t rows
 
 // The sum of squares in the order of ATen's sum over a contiguous row: four interleaved sums of vectors of `width`
 // floats, each folded away every 16 (then 256, ...) steps, and at the end the tail and the lanes one by one.
-template <class T> float sum_of_squares(const T* x, int n, int width) {
-    constexpr int LEVELS = 4, WAYS = 4;
-    float sums[LEVELS][WAYS][LANES] = {};
+template <int width, class T> float sum_of_squares(const T* x, int n) {
+    constexpr int LEVELS = 3, WAYS = 4;
+    typedef float Eight __attribute__((vector_size(32)));
+    typedef std::conditional_t<width == LANES, Floats, Eight> Some;
+    Some sums[WAYS] = {}, folded[LEVELS][WAYS] = {};
     auto add = [&](int way, int vector) {
-        for (int l = 0; l < width; l++) {
-            float v = widen(x[vector * width + l]);
-            sums[0][way][l] += v * v;
-        }
+        float some[width];
+        for (int l = 0; l < width; l++) some[l] = widen(x[vector * width + l]);
+        Some v; std::memcpy(&v, some, sizeof v);
+        sums[way] += v * v;
     };
-    auto fold = [&](int to) {
-        for (int w = 0; w < WAYS; w++)
-            for (int l = 0; l < width; l++) sums[to][w][l] += sums[to - 1][w][l], sums[to - 1][w][l] = 0;
+    auto fold = [&](int steps) {
+        for (int w = 0; w < WAYS; w++) folded[0][w] += sums[w], sums[w] = Some{};
+        for (int j = 1, done = steps / 16; j < LEVELS && done % 16 == 0; j++, done /= 16)
+            for (int w = 0; w < WAYS; w++) folded[j][w] += folded[j - 1][w], folded[j - 1][w] = Some{};
     };
     int vectors = n / width, steps = vectors / WAYS;
-    for (int i = 0; i < steps; i++) {
-        if (i && i % 16 == 0)
-            for (int j = 1, done = i / 16; j < LEVELS; j++, done /= 16) {
-                fold(j);
-                if (done % 16) break;
-            }
-        for (int w = 0; w < WAYS; w++) add(w, i * WAYS + w);
+    for (int i = 0; i < steps;) {
+        for (int end = std::min(i + 16, steps); i < end; i++)
+            for (int w = 0; w < WAYS; w++) add(w, i * WAYS + w);
+        if (i % 16 == 0) fold(i);
     }
-    if (steps && steps % 16 == 0)
-        for (int j = 1, done = steps / 16; j < LEVELS; j++, done /= 16) {
-            fold(j);
-            if (done % 16) break;
-        }
-    for (int j = 1; j < LEVELS; j++)
-        for (int w = 0; w < WAYS; w++)
-            for (int l = 0; l < width; l++) sums[0][w][l] += sums[j][w][l];
+    for (int j = 0; j < LEVELS; j++)
+        for (int w = 0; w < WAYS; w++) sums[w] += folded[j][w];
     for (int i = steps * WAYS; i < vectors; i++) add(0, i);
-    for (int w = 1; w < WAYS; w++)
-        for (int l = 0; l < width; l++) sums[0][0][l] += sums[0][w][l];
+    for (int w = 1; w < WAYS; w++) sums[0] += sums[w];
     float total = 0;
     for (int i = vectors * width; i < n; i++) total += widen(x[i]) * widen(x[i]);
-    for (int l = 0; l < width; l++) total += sums[0][0][l];
+    for (int l = 0; l < width; l++) total += sums[0][l];
     return total;
 }
 
-template <class T>
-void normalize(const T* x, const T* weight, float epsilon, T* y, int64_t rows, int n, int width) {
+template <int width, class T>
+void normalize(const T* x, const T* weight, float epsilon, T* y, int64_t rows, int n) {
 #pragma omp parallel for if (rows * n > 16384)
     for (int64_t r = 0; r < rows; r++) {
-        float scale = 1.0f / std::sqrt(sum_of_squares(x + r * n, n, width) / n + epsilon);
+        float scale = 1.0f / std::sqrt(sum_of_squares<width>(x + r * n, n) / n + epsilon);
         in_vectors<T>(n, [&](int d, int count) {
             Floats normal = rounded<T>(load_some(x + r * n + d, count) * scale);
             store_some(y + r * n + d, load_some(weight + d, count) * normal, count);
@@ -648,7 +648,8 @@ void draw(const float* logits, int64_t stride, int vocab, const float* temperatu
         rotate<T>(x, hs, ts, c, s, y, heads, tokens, dim);                                                             \
     }                                                                                                                  \
     extern "C" void normalize_##NAME(const T* x, const T* w, float e, T* y, int64_t rows, int n, int width) {          \
-        normalize<T>(x, w, e, y, rows, n, width);                                                                      \
+        if (width == 16) normalize<16>(x, w, e, y, rows, n);                                                           \
+        else normalize<8>(x, w, e, y, rows, n);                                                                      \
     }
 BOTH(EXPORT)
 
