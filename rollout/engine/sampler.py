@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -145,7 +144,7 @@ def _draw_natively(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> Ten
     tokens = torch.empty(len(logits), dtype=torch.long)
     kernels.draw_f32(
         address(logits),
-        ctypes.c_int64(logits.stride(0)),
+        logits.stride(0),
         logits.shape[-1],
         address(temperatures),
         address(uniform),

@@ -7,7 +7,6 @@ is loaded, and only taken where all bits are equal. Linear layers are computed a
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -115,8 +114,8 @@ def _normalize(x: Tensor, weight: Tensor, epsilon: float, vector_width: int) -> 
     y = torch.empty_like(x)
     dim = x.shape[-1]
     normalize = getattr(library(), f"normalize_{SUFFIXES[x.dtype]}")
-    rows = ctypes.c_int64(x.numel() // dim)
-    normalize(address(x), address(weight), ctypes.c_float(epsilon), address(y), rows, dim, vector_width)
+    rows = x.numel() // dim
+    normalize(address(x), address(weight), epsilon, address(y), rows, dim, vector_width)
     return y
 
 
@@ -159,7 +158,7 @@ class SiLUGate(nn.SiLU):
         if not usual or gate.stride(-1) != 1 or gate.numel() != gate.shape[-2] * gate.shape[-1]:
             return super().forward(gate) * up
         y = torch.empty(gate.shape, dtype=gate.dtype)
-        rows, stride = ctypes.c_int64(gate.shape[-2]), ctypes.c_int64(gate.stride(-2))
+        rows, stride = gate.shape[-2], gate.stride(-2)
         library().gate_bf16(address(gate), address(up), stride, address(y), rows, gate.shape[-1])  # type: ignore[union-attr]
         return y
 
@@ -167,6 +166,7 @@ class SiLUGate(nn.SiLU):
 def fuse_gates(model: nn.Module) -> None:
     """The usual gated layers, `down_proj(silu(gate_proj(x)) * up_proj(x))` in bfloat16, with a gate of one pass."""
     same: dict[type, bool] = {}
+    module: Any
     for module in model.modules():
         if not all(serves_linear(getattr(module, name, None)) for name in GATED) or not is_fast() or not _same_silu():
             continue
@@ -175,9 +175,9 @@ def fuse_gates(model: nn.Module) -> None:
             module.act_fn = SiLUGate()
             fused = _gated(module)
             if type(module) not in same:
-                same[type(module)] = _same(stock, fused, module.gate_proj.weight[0])  # type: ignore[index]
+                same[type(module)] = _same(stock, fused, module.gate_proj.weight[0])
             if same[type(module)]:
-                module.forward = fused  # type: ignore[method-assign, assignment]
+                module.forward = fused
 
 
 def _gated(module: Any) -> Callable[[Tensor], Tensor]:
@@ -229,7 +229,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """x (1, heads, tokens, dim) turned by the angles of cosine and sine (1, tokens, dim)."""
     _, heads, tokens, dim = x.shape
     y = torch.empty(1, tokens, heads, dim, dtype=x.dtype)
-    strides = ctypes.c_int64(x.stride(1)), ctypes.c_int64(x.stride(2))
+    strides = x.stride(1), x.stride(2)
     rotate = getattr(library(), f"rotate_{SUFFIXES[x.dtype]}")
     rotate(address(x), *strides, address(cosine), address(sine), address(y), heads, tokens, dim)
     return y.transpose(1, 2)
