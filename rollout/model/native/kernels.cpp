@@ -66,6 +66,17 @@ inline void store_narrow(bf16* at, Floats v) {
     std::memcpy(at, &h, sizeof h);
 }
 
+// The same for numbers that aren't denormal.
+inline void store_normal(float* at, Floats v) { store(at, v); }
+inline void store_normal(bf16* at, Floats v) {
+#ifdef __AVX512BF16__
+    __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(at, &h, sizeof h);
+#else
+    store_narrow(at, v);
+#endif
+}
+
 inline Floats load_wide(const float* at) { return load(at); }
 inline Floats load_wide(const bf16* at) {
     typedef bf16 Halves __attribute__((vector_size(32)));
@@ -86,16 +97,34 @@ inline Floats least(Floats a, Floats b) {  // NaN where b is
     return a < b ? a : b;
 #endif
 }
+inline Floats most(Floats a, Floats b) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
-inline float sum(Floats v) {
+// A vector folded in half until one number is left.
+template <class Fold4, class Fold> inline float folded(Floats v, Fold4 fold, Fold fold_two) {
+#ifdef __AVX512F__
+    __m512 wide = (__m512)v;
+    __m128 a = fold(_mm512_castps512_ps128(wide), _mm512_extractf32x4_ps(wide, 2));
+    __m128 b = fold(_mm512_extractf32x4_ps(wide, 1), _mm512_extractf32x4_ps(wide, 3));
+    a = fold(a, b);
+    a = fold(a, _mm_movehl_ps(a, a));
+    return fold_two(a[0], a[1]);
+#else
     for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) v[i] += v[i + half];
+        for (int i = 0; i < half; i++) v[i] = fold_two(v[i], v[i + half]);
     return v[0];
+#endif
+}
+inline float sum(Floats v) {
+    return folded(v, [](auto a, auto b) { return a + b; }, [](float a, float b) { return a + b; });
 }
 inline float largest(Floats v) {
-    float top = v[0];
-    for (int i = 1; i < LANES; i++) top = std::max(top, v[i]);
-    return top;
+    return folded(v, [](auto a, auto b) { return a > b ? a : b; }, [](float a, float b) { return std::max(a, b); });
 }
 
 inline Floats reduced_exponential(Floats x, Ints& power) {  // exp(x) is what is returned, times 2^power
@@ -309,13 +338,16 @@ template <class T> class Tile {
         float* s = &scores[size_t(v) * CHUNK];
         Floats top = all(-INFINITY), total{};
         const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const int plain = hidden ? 0 : seen;  // positions before it are all seen
         for (int p = 0; p < length; p += LANES) {
             Floats x = load(s + p) * scaling;
             if (softcap != 0)
                 for (int i = 0; i < LANES; i++) x[i] = softcap * std::tanh(x[i] / softcap);
-            Ints at = lanes + p;
-            x = ((at < seen) & (at >= hidden)) ? x : all(-INFINITY);
-            top = x > top ? x : top;
+            if (p + LANES > plain) {
+                Ints at = lanes + p;
+                x = ((at < seen) & (at >= hidden)) ? x : all(-INFINITY);
+            }
+            top = most(x, top);
             store(s + p, x);
         }
         peaks[v] = largest(top);
@@ -324,7 +356,7 @@ template <class T> class Tile {
         for (int p = 0; p < length; p += LANES) {
             Floats e = exponential(load(s + p) - subtract);
             total += e;
-            store_narrow(w + p, e);
+            store_normal(w + p, e);
         }
         sums[v] = sum(total);
     }
@@ -363,7 +395,7 @@ template <class T> class Tile {
 
     void fold(int v, float peak, float total, const float* partial) {
         float top = std::max(std::max(tops[v], peak), -3.4e38f);
-        float keep = std::exp(tops[v] - top), add = std::exp(peak - top);
+        float keep = tops[v] == top ? 1.0f : std::exp(tops[v] - top), add = peak == top ? 1.0f : std::exp(peak - top);
         tops[v] = top;
         totals[v] = totals[v] * keep + total * add;
         float* to = &outputs[size_t(v) * cache.padded];
@@ -609,7 +641,7 @@ void draw(const float* logits, int64_t stride, int vocab, const float* temperatu
                 x = x == all(INFINITY) ? all(1e30f) : x;
                 if (temperatures[r] != 1) x = x / temperatures[r];
                 for (int i = n; i < LANES; i++) x[i] = -INFINITY;
-                tops = x > tops ? x : tops;
+                tops = most(x, tops);
                 store(&scaled[d], x);
             });
             float top = largest(tops);
