@@ -1,7 +1,7 @@
 """Faster ways to compute what a model's own modules compute on a CPU. The forward pass stays transformers' code.
 
-Norms, rotary embeddings and gates are replaced bit for bit: each replacement is tried against what it replaces when the model
-is loaded, and only taken where all bits are equal. Linear layers are computed as `products.py` defines, which
+Norms, rotary embeddings and gates are replaced bit for bit: each replacement is tried against what it replaces when the
+model is loaded, and only taken where all bits are equal. Linear layers are computed as `products.py` defines, which
 `trainer_bridge.exact` does likewise.
 """
 
