@@ -13,6 +13,7 @@ import tiny_models
 import torch
 from engine_utils import TOLERANCE, prompt, teacher_forced
 from push_reference import single
+from server_harness import children
 from weights_lab import eventually
 
 from rollout.demo.server import serve
@@ -21,10 +22,6 @@ from trainer_bridge.sources import ModuleSource
 
 FLAGS = ["--tokens-only", "--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--engine-restarts", "9"]
 RESTART_S = 240.0
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def command(pid: int) -> bytes:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import fake_engine
@@ -41,6 +42,19 @@ class RunningServer:
         """What the fake engine was asked so far."""
         asked = asyncio.run_coroutine_threadsafe(self.engine.call("stats", timeout_s=10), self.loop)
         return asked.result(10)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that this one has started and that are not waited for yet."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it runs: a zombie doesn't."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:

@@ -16,6 +16,7 @@ import tiny_models
 import torch
 from engine_utils import TOLERANCE, prompt, teacher_forced
 from push_reference import single
+from server_harness import children
 from weights_lab import eventually, fill, llama, mixtral, same_weights
 
 from rollout.config import EngineConfig
@@ -33,10 +34,6 @@ from trainer_bridge.sources import ModuleSource
 
 FLAGS = ["--tokens-only", "--dtype", "float32", "--device", "cpu", "--num-threads", "1"]
 RESTART_S = 240.0
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def engine_of(model: Path) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 import fake_engine
 import httpx
 import pytest
-from server_harness import RunningServer, eventually, running_server
+from server_harness import RunningServer, children, eventually, is_alive, running_server
 from typer.testing import CliRunner
 
 from rollout import cli
@@ -303,17 +303,6 @@ def url_of(process: subprocess.Popen[str]) -> str:
     found = re.fullmatch(r"rollout: serving smol on (http://127\.0\.0\.1:\d+) \(\d+\.\d s\)\n", line)
     assert found, line
     return found[1]
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

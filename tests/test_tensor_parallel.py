@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from engine_utils import TOLERANCE, Outputs, assert_exact, engine, ids, logprobs, prompt, request, run, teacher_forced
 from push_reference import as_stamped
-from server_harness import running_server
+from server_harness import children, is_alive, running_server
 from transformers import PreTrainedModel
 from weights_lab import eventually, saved_tensors, sha256, update_info
 
@@ -246,18 +246,7 @@ def test_a_server_of_two_ranks(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.tensor(choice.logprobs), expected.amax(-1), atol=TOLERANCE, rtol=0)
         os.kill(server.engine_pid, 9)
         with eventually(20) as until:
-            until(lambda: not alive(follower))
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+            until(lambda: not is_alive(follower))
 
 
 @pytest.mark.parametrize(
