@@ -16,6 +16,7 @@ KVPolicy = Literal["keep", "recompute"]
 WeightStaging = Literal["full", "in_place"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
+DataParallelBackend = Literal["mp", "ray"]
 AttentionBackendName = Literal["auto", "native", "torch", "flash_attn", "triton"]
 
 
@@ -62,6 +63,7 @@ class EngineConfig:
         "auto", "auto: native (compiled once), else torch, on CPU; flash_attn, else triton, on CUDA."
     )
     enforce_eager: bool = _flag(False, "Never capture CUDA graphs.")
+    tensor_parallel_size: int = _flag(1, "x")
     num_threads: int | None = _flag(None, "Threads for CPU arithmetic. Default: torch's.")
 
     @property
@@ -117,6 +119,10 @@ class ServerConfig:
         300.0, "An engine silent for this long, and then deaf to a probe for as long, is declared dead, in seconds."
     )
     engine_restarts: int = _flag(3, "Most restarts of a dead engine within 10 minutes; beyond them it stays dead.")
+    data_parallel_size: int = _flag(1, "Engines behind this one server.")
+    data_parallel_backend: DataParallelBackend = _flag(
+        "mp", "mp: engines are processes of this machine. ray: actors of a Ray cluster, behind Ray Serve."
+    )
     uvicorn_log_level: LogLevel = _flag("warning", "Log level of the HTTP server.")
 
     def __post_init__(self) -> None:

@@ -17,7 +17,8 @@ import uvicorn
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.server.app import create_app
-from rollout.server.engine_client import EngineClient, EngineTarget
+from rollout.server.engine_client import EngineClient
+from rollout.server.engine_link import EngineTarget, processes
 from rollout.server.main import http_server
 
 
@@ -70,7 +71,7 @@ def running_server(
 
     async def serve(model: str) -> None:
         engine_config = EngineConfig(model=model, **engine_options)
-        engine = EngineClient(engine_config, target=target, stall_timeout_s=stall_timeout_s)
+        engine = EngineClient(engine_config, connect=processes(target), stall_timeout_s=stall_timeout_s)
         engine.start()
         try:
             await engine.wait_ready(120)

@@ -32,7 +32,7 @@ from rollout.messages import (
     ToEngine,
 )
 from rollout.outputs import TokenOutput
-from rollout.server.engine_link import EngineLink, EngineTarget
+from rollout.server.engine_link import Connect, Link, processes
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class RequestStream:
 class EngineClient:
     """The engine process, its successors, and the requests and calls in flight in it. Lives on one event loop.
 
-    `target` is what the process runs, a picklable function of (config, address to receive from, address to send to).
+    `connect` starts an engine, and is asked again for its successors.
     An engine that is silent for `stall_timeout_s` and then leaves a probe unanswered for as long is declared dead.
     Once it was ready, a dead engine is restarted, at most `restarts` times in RESTART_WINDOW_S: what was in flight
     fails, and the successor goes on from the last EngineState. `error` is set while there is no engine to talk to,
@@ -141,13 +141,14 @@ class EngineClient:
         self,
         config: EngineConfig,
         *,
-        target: EngineTarget = run_engine,
+        connect: Connect = processes(run_engine),
+        rank: int = 0,
         stall_timeout_s: float = 300.0,
         start_timeout_s: float = 600.0,
         restarts: int = 0,
     ) -> None:
         self._config = config
-        self._target = target
+        self._connect, self._rank = connect, rank
         self._stall_timeout_s = stall_timeout_s
         self._start_timeout_s = start_timeout_s
         self._restarts = restarts
@@ -171,7 +172,7 @@ class EngineClient:
 
     def _spawn(self) -> None:
         self._ready: asyncio.Future[EngineReady] = self._loop.create_future()
-        self._link = EngineLink(self._target, self._config, self._dispatch, self._die)
+        self._link: Link = self._connect(self._rank, self._config, self._dispatch, self._die)
 
     def _go(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -196,7 +197,7 @@ class EngineClient:
     @property
     def pid(self) -> int | None:
         """The process that runs, or ran last."""
-        return self._link.process.pid
+        return self._link.pid
 
     @property
     def refusal(self) -> EngineError | None:
@@ -316,7 +317,7 @@ class EngineClient:
             case EngineDied(reason):
                 self._die(reason)
 
-    async def _watch(self, link: EngineLink) -> None:
+    async def _watch(self, link: Link) -> None:
         """Probe an engine that has said nothing for a while: if it hangs, its requests would wait for ever."""
         with contextlib.suppress(EngineError):  # where it dies first, the link is over
             await asyncio.shield(self._ready)
@@ -363,7 +364,7 @@ class EngineClient:
         self._restarted.append(now)
         return True
 
-    async def _restart(self, dead: EngineLink, reason: str) -> None:
+    async def _restart(self, dead: Link, reason: str) -> None:
         """Start a successor that goes on from what the dead engine was known to serve."""
         await dead.close(_CLOSE_S)
         state = self._state

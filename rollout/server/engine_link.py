@@ -1,14 +1,20 @@
-"""One engine process and the sockets to it. Imports nothing slow: the engine process is started first of all."""
+"""The way to one engine, and the usual one: a process of this machine and the sockets to it.
+
+Imports nothing slow: the engine process is started first of all.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import multiprocessing
+import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Callable
+from functools import partial
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -19,8 +25,68 @@ from rollout.messages import FromEngine, ToEngine
 
 EngineTarget = Callable[[EngineConfig, str, str], None]
 
+
+class Link(Protocol):
+    """One life of an engine: messages to it and from it, until it ends.
+
+    `last_heard` is the event loop's time of its last message. `address` is the host name or IP under which other
+    engines reach a socket that this one opens. After `end`, `over` is True and nothing is heard of it any more.
+    """
+
+    over: bool
+    last_heard: float
+    address: str
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, where that is on this machine."""
+
+    def send(self, message: ToEngine) -> None:
+        """Send, without waiting, in order. Raises zmq.Again where nobody is connected."""
+
+    def end(self) -> None:
+        """Ask it to end, and take no more notice of it."""
+
+    async def close(self, timeout_s: float) -> None:
+        """End it, by force after the timeout, and free what it took."""
+
+
+class Connect(Protocol):
+    """Starts an engine of this rank and configuration; returns at once. Needs a running event loop.
+
+    `heard` gets the engine's messages in order, `failed` the reason, once, when it is gone.
+    """
+
+    def __call__(
+        self, rank: int, config: EngineConfig, heard: Callable[[FromEngine], None], failed: Callable[[str], None]
+    ) -> Link:
+        """Start it."""
+
+
 # Between an engine's exit and the report of it: time to read what it sent last, its reason above all.
 _LAST_WORDS_S = 0.3
+
+
+def processes(target: EngineTarget, *, size: int = 1) -> Connect:
+    """Engines as processes of this machine that run `target`, a picklable function of (config, address to receive
+    from, address to send to). Each of several gets CUDA devices of its own."""
+
+    def connect(
+        rank: int, config: EngineConfig, heard: Callable[[FromEngine], None], failed: Callable[[str], None]
+    ) -> Link:
+        run = target if size == 1 else partial(_on_devices, target, rank)
+        return EngineLink(run, config, heard, failed)
+
+    return connect
+
+
+def _on_devices(target: EngineTarget, rank: int, config: EngineConfig, to_engine: str, from_engine: str) -> None:
+    """Run `target` where it sees the CUDA devices of this rank only; must come before CUDA is touched."""
+    first, count = rank * config.tensor_parallel_size, config.tensor_parallel_size
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = [str(n) for n in range(first + count)] if visible is None else visible.split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named[first : first + count])
+    target(config, to_engine, from_engine)
 
 
 def _child(target: EngineTarget, config: EngineConfig, to_engine: str, from_engine: str) -> None:
@@ -29,11 +95,12 @@ def _child(target: EngineTarget, config: EngineConfig, to_engine: str, from_engi
 
 
 class EngineLink:
-    """Spawns the process at once; needs a running event loop. A successor gets a link, and sockets, of its own.
+    """A process, spawned at once. A successor gets a link, and sockets, of its own.
 
-    `heard` gets the engine's messages in order, `failed` the reason when the process exits or sends what can't be read.
-    After `end` neither is called any more.
+    `failed` is told when the process exits or sends what can't be read.
     """
+
+    address = "127.0.0.1"
 
     def __init__(
         self,
@@ -64,6 +131,11 @@ class EngineLink:
         self._loop.add_reader(self.process.sentinel, self._on_exit)
         self._receiving = self._loop.create_task(self._receive())
         self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process."""
+        return self.process.pid
 
     def send(self, message: ToEngine) -> None:
         """Send, without waiting. Raises zmq.Again where nobody is connected, and what msgspec says of bad values."""

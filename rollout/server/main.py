@@ -17,7 +17,7 @@ import uvloop
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.server.engine_client import EngineClient, EngineError, run_engine
-from rollout.server.engine_link import EngineTarget
+from rollout.server.engine_link import EngineTarget, processes
 
 if TYPE_CHECKING:
     import uvicorn
@@ -31,7 +31,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, target: EngineTa
     """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 1 where the address is taken or no engine starts."""
     started = time.perf_counter()
     try:
-        listener = _bind(config.host, config.port)
+        listener = listen(config.host, config.port)
     except (OSError, OverflowError) as error:
         print(f"rollout: can't listen on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
@@ -48,7 +48,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, target: EngineTa
         return runner.run(_serve(engine_config, config, listener, target, started))
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises OSError or OverflowError where the address or the port can't be had."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -72,7 +73,7 @@ async def _serve(
     stopping = asyncio.create_task(told_to_stop.wait())
     engine = EngineClient(
         engine_config,
-        target=target,
+        connect=processes(target),
         stall_timeout_s=config.engine_stall_timeout_s,
         start_timeout_s=config.engine_start_timeout_s,
         restarts=config.engine_restarts,

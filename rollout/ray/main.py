@@ -1,0 +1,143 @@
+"""`rollout serve --data-parallel-backend ray`: this application on a cluster, until SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+
+import ray
+from ray import serve as ray_serve
+from ray._private.utils import read_ray_address
+from ray.exceptions import RayError
+
+from rollout.config import EngineConfig, ServerConfig
+from rollout.ray.ingress import LOGGING, build
+from rollout.server.engine_client import run_engine
+from rollout.server.engine_link import EngineTarget
+from rollout.server.main import listen
+
+_NAME = "rollout"
+# The head node: Serve's own processes are there, and a cluster without it is none.
+_ON_HEAD = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
+_DRAINED_S = 5.0
+_PROBE_S = 2.0
+
+
+class _Stop(BaseException):
+    """SIGTERM or SIGINT has come."""
+
+
+def serve(engine_config: EngineConfig, config: ServerConfig, *, target: EngineTarget = run_engine) -> int:
+    """Serve on the cluster of RAY_ADDRESS, or of this machine, or one started for it, until SIGTERM or SIGINT.
+
+    Returns the exit code: 0, or 1 where the address is taken, there is no such cluster, Serve runs on it already, or no
+    engine starts. Takes everything of it along when it ends.
+    """
+    started = time.perf_counter()
+    try:
+        with listen(config.host, config.port) as listener:
+            port = listener.getsockname()[1]
+    except (OSError, OverflowError) as error:
+        print(f"rollout: can't listen on {config.host}:{config.port}: {error}", file=sys.stderr)
+        return 1
+    try:
+        _connect()
+    except (ConnectionError, RuntimeError, RayError) as error:
+        print(f"rollout: no Ray cluster: {error}", file=sys.stderr)
+        return 1
+    try:
+        if _serve_runs():
+            print(
+                "rollout: Ray Serve runs on this cluster already, at an address of its own: deploy beside its "
+                "applications with ray.serve.run(rollout.ray.build(…), name=…, route_prefix=…)",
+                file=sys.stderr,
+            )
+            return 1
+        with _signals():
+            return _serve(engine_config, config, target, port, started)
+    finally:
+        ray.shutdown()
+
+
+def _connect() -> None:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports home unless told otherwise
+    address = os.environ.get("RAY_ADDRESS") or read_ray_address()
+    if "RAY_ADDRESS" not in os.environ and not _answers(address):
+        address = "local"
+    local = {"include_dashboard": False} if address == "local" else {}
+    ray.init(address, logging_level=logging.WARNING, namespace=_NAME, **local)
+
+
+def _answers(address: str | None) -> bool:
+    """Whether a cluster that was started on this machine still runs: Ray leaves the address of a killed one behind."""
+    host, _, port = (address or "").rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=_PROBE_S):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def _serve_runs() -> bool:
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    def stop(number: int, frame: object) -> None:
+        raise _Stop
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _serve(engine_config: EngineConfig, config: ServerConfig, target: EngineTarget, port: int, started: float) -> int:
+    try:
+        http = {"host": config.host, "port": port}
+        ray_serve.start(proxy_location="HeadOnly", http_options=http, logging_config=LOGGING)
+        app = build(engine_config, config, target=target, ray_actor_options=_ON_HEAD)
+        handle = ray_serve.run(app, name=_NAME, route_prefix="/")
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        print(
+            f"rollout: serving {config.served_model_name or engine_config.model} on http://{host}:{port} "
+            f"({time.perf_counter() - started:.1f} s)",
+            flush=True,
+        )
+        try:
+            signal.pause()
+        except _Stop:
+            with contextlib.suppress(_Stop, RayError, TimeoutError):  # a second signal: at once
+                handle.drain.remote(config.shutdown_timeout).result(timeout_s=config.shutdown_timeout + _DRAINED_S)
+    except _Stop:
+        pass
+    except (RuntimeError, RayError) as error:
+        print(f"rollout: {_reason(error)}", file=sys.stderr)
+        return 1
+    finally:
+        with contextlib.suppress(_Stop):
+            ray_serve.shutdown()
+    return 0
+
+
+def _reason(error: Exception) -> str:
+    """Why no engine started: the last line of a traceback of the replica, which Serve has as text only."""
+    with contextlib.suppress(RayError, KeyError):
+        error_text = ray_serve.status().applications[_NAME].deployments["rollout"].message
+        if found := re.findall(r"EngineError: (.*)", error_text):
+            return str(found[-1])
+    return str(error)
