@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import msgspec
 import ray.util
@@ -39,10 +40,8 @@ class EngineActor:
         """What the engine has sent since the last call; waits for something this long, then returns nothing."""
         if not self._outbox:
             self._more.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._more.wait(), timeout_s)
-            except TimeoutError:
-                pass
         messages, self._outbox = self._outbox, []
         return messages
 

@@ -30,7 +30,9 @@ class Ingress:
 
     app: ClassVar[FastAPI]  # of this process
 
-    async def __init__(self, engine_config: EngineConfig, config: ServerConfig, target: EngineTarget) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, engine_config: EngineConfig, config: ServerConfig, target: EngineTarget
+    ) -> None:
         start_s = config.engine_start_timeout_s
         # Half the time to be placed, so that a cluster without room is named as that.
         self.engines = RayEngines(engine_config, target, placement_timeout_s=start_s / 2)
@@ -92,8 +94,8 @@ def build(
     reports a failed start with the reason in `serve.status()`, after one retry at most.
     """
     config = replace(config, api_key=tuple(api_keys(config.api_key)))
-    ingress = serve.deployment(serve.ingress(_App())(Ingress))
-    ours = {
+    ingress: serve.Deployment = serve.deployment()(serve.ingress(_App())(Ingress))
+    ours: dict[str, Any] = {
         "name": "rollout",
         "num_replicas": 1,
         "max_ongoing_requests": 1_000_000,  # the application has its own bound: --max-queued-requests

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import ray
-from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 # The longest that a call waits in an actor that has nothing to say; another follows at once.
 _POLL_S = 10.0
 _STOP_S = 2.0
-_UNAVAILABLE_S = 5.0
+_UNAVAILABLE_S = 2.0
 
 
 class RayEngines:
@@ -73,7 +73,7 @@ class RayLink:
         self._encode = msgspec.msgpack.Encoder().encode
         self._outbox: list[bytes] = []
         self._more = asyncio.Event()
-        self._actor: ActorHandle[EngineActor] | None = None
+        self._actor: Any = None  # its handle, once it is asked for
         self._stopped: Any = None
         self._running = self._loop.create_task(self._run(target, config))
         self._closing: asyncio.Task[None] | None = None
@@ -116,7 +116,7 @@ class RayLink:
             if not self.over:
                 self._failed(reason)
 
-    async def _start(self, target: EngineTarget, config: EngineConfig) -> ActorHandle[EngineActor]:
+    async def _start(self, target: EngineTarget, config: EngineConfig) -> Any:
         while True:
             actor_class = ray.remote(EngineActor).options(
                 num_cpus=self._places.bundle["CPU"],
@@ -134,7 +134,7 @@ class RayLink:
             logger.info("rank %d runs at %s", self._rank, self.address)
             return self._actor
 
-    async def _pass_on(self, actor: ActorHandle[EngineActor]) -> None:
+    async def _pass_on(self, actor: Any) -> None:
         both = [self._loop.create_task(way(actor)) for way in (self._send_all, self._receive_all)]
         try:
             done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -143,8 +143,9 @@ class RayLink:
         finally:
             for way in both:
                 way.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
 
-    async def _send_all(self, actor: ActorHandle[EngineActor]) -> None:
+    async def _send_all(self, actor: Any) -> None:
         """One call at a time: Ray promises no order among several."""
         while True:
             await self._more.wait()
@@ -152,7 +153,7 @@ class RayLink:
             messages, self._outbox = self._outbox, []
             await actor.send.remote(messages)
 
-    async def _receive_all(self, actor: ActorHandle[EngineActor]) -> None:
+    async def _receive_all(self, actor: Any) -> None:
         decode = msgspec.msgpack.Decoder(FromEngine).decode
         while not self.over:
             for message in await actor.receive.remote(_POLL_S):
@@ -171,5 +172,5 @@ class RayLink:
                 await asyncio.wait_for(self._actor.receive.remote(0), _UNAVAILABLE_S)
             except (RayError, TimeoutError) as later:
                 error = later if isinstance(later, ActorDiedError) else error
-        _, _, because = str(error).rpartition("The actor is dead because ")
-        return " ".join(because.split()).rstrip(".")
+        cause = re.split(r"The actor (?:is dead|died) because ", str(error))[-1]
+        return " ".join(cause.split()).rstrip(".")

@@ -71,8 +71,8 @@ def _connect() -> None:
     address = os.environ.get("RAY_ADDRESS") or read_ray_address()
     if "RAY_ADDRESS" not in os.environ and not _answers(address):
         address = "local"
-    local = {"include_dashboard": False} if address == "local" else {}
-    ray.init(address, logging_level=logging.WARNING, namespace=_NAME, **local)
+    dashboard = False if address == "local" else None
+    ray.init(address, logging_level=logging.WARNING, namespace=_NAME, include_dashboard=dashboard)
 
 
 def _answers(address: str | None) -> bool:
