@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,8 +16,9 @@ from rollout.config import EngineConfig, ServerConfig
 from rollout.ray.link import RayEngines
 from rollout.server.app import create_app
 from rollout.server.auth import api_keys
-from rollout.server.engine_client import EngineClient, EngineError, run_engine
+from rollout.server.engine_client import RESTART_WINDOW_S, EngineError, run_engine
 from rollout.server.engine_link import EngineTarget
+from rollout.server.fleet import Fleet
 
 # Serve's own lines about every request are none of ours.
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
@@ -33,14 +35,16 @@ class Ingress:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, engine_config: EngineConfig, config: ServerConfig, target: EngineTarget
     ) -> None:
-        start_s = config.engine_start_timeout_s
+        start_s = self._patience_s = config.engine_start_timeout_s
+        self._alive = time.monotonic()
         # Half the time to be placed, so that a cluster without room is named as that.
         self.engines = RayEngines(engine_config, target, placement_timeout_s=start_s / 2)
-        self.engine = EngineClient(
+        self.engine = Fleet(
             engine_config,
+            size=config.data_parallel_size,
             connect=self.engines,
             stall_timeout_s=config.engine_stall_timeout_s,
-            start_timeout_s=start_s,
+            start_timeout_s=RESTART_WINDOW_S + start_s,  # a successor may have to wait for a node first
             restarts=config.engine_restarts,
         )
         self.engine.start()
@@ -52,9 +56,12 @@ class Ingress:
             raise
 
     async def check_health(self) -> None:
-        """Raises while there is no engine: Serve counts these and starts the replica anew, as if it had died."""
-        if self.engine.error is not None:
-            raise self.engine.error
+        """Raises where there has been no engine for as long as one may take to come back: Serve starts another replica,
+        which serves the model of its configuration."""
+        error = self.engine.error
+        self._alive = time.monotonic() if error is None else self._alive
+        if error is not None and time.monotonic() > self._alive + self._patience_s:
+            raise error
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, let those in flight finish for this long, then abort them."""

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -117,6 +118,8 @@ class RayLink:
                 self._failed(reason)
 
     async def _start(self, target: EngineTarget, config: EngineConfig) -> Any:
+        if "GPU" not in self._places.bundle:
+            config = replace(config, num_threads=int(self._places.bundle["CPU"]))  # this node's, not the server's
         while True:
             actor_class = ray.remote(EngineActor).options(
                 num_cpus=self._places.bundle["CPU"],
@@ -166,11 +169,15 @@ class RayLink:
         """What happened, in one line. Ray puts it below a headline and a list of ids."""
         if isinstance(error, msgspec.MsgspecError):
             return f"the engine sent a message of the wrong form: {error}"
-        if isinstance(error, ActorUnavailableError) and self._actor is not None:
-            # A broken connection is what is seen first of most deaths. Messages may be lost: it is over in any case.
+        if isinstance(error, ActorUnavailableError):
+            # Of most deaths, a broken connection is what is seen first. Messages may be lost: it is over in any case.
             try:
                 await asyncio.wait_for(self._actor.receive.remote(0), _UNAVAILABLE_S)
-            except (RayError, TimeoutError) as later:
-                error = later if isinstance(later, ActorDiedError) else error
+            except ActorDiedError as later:
+                error = later
+            except (RayError, TimeoutError):
+                pass
+        if isinstance(error, ActorUnavailableError):
+            return f"the connection to its actor at {self.address} broke"
         cause = re.split(r"The actor (?:is dead|died) because ", str(error))[-1]
         return " ".join(cause.split()).rstrip(".")

@@ -12,13 +12,17 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
 from rollout.config import EngineConfig
+from rollout.server.engine_client import RESTART_WINDOW_S
 
 logger = logging.getLogger(__name__)
 
 # How often a wait for room says so, and the longest that a cancelled one goes on.
 _SAY_S, _TURN_S = 30.0, 1.0
-# A dead engine's place is kept this long for the successor of its rank.
-_KEEP_S = 30.0
+# A dead engine's place is kept this long for the successor of its rank, which comes at once.
+_KEEP_S = 5.0
+# A rank that has lost its place waits this long for another, and is then dead once more: never so often that the
+# restarts of an engine run out by it.
+_AGAIN_S = RESTART_WINDOW_S
 
 
 class NoRoom(Exception):
@@ -29,7 +33,7 @@ class Places:
     """The placement groups of the ranks. Ray moves one to another node when its own is lost, as soon as there is room.
 
     Bundles hold `tensor_parallel_size` GPUs where the cluster has GPUs (or the configuration wants them), and
-    `num_threads` CPUs, or one. Raises NoRoom from `find` after `timeout_s`.
+    `num_threads` CPUs, or one. Raises NoRoom from `find` after `timeout_s`; a rank that was placed before waits longer.
     """
 
     def __init__(self, config: EngineConfig, timeout_s: float) -> None:
@@ -40,16 +44,20 @@ class Places:
         self._timeout_s = timeout_s
         self._groups: dict[int, PlacementGroup] = {}
         self._nodes: dict[int, str] = {}
+        self._placed: set[int] = set()
         self._leaving: dict[int, asyncio.TimerHandle] = {}
+        self._creating = asyncio.Lock()  # one after the other: each looks where the ones before it went
 
     async def find(self, rank: int) -> PlacementGroup:
         """The group of this rank, once Ray has placed it: that of the rank's last engine, or a new one."""
         if (leaving := self._leaving.pop(rank, None)) is not None:
             leaving.cancel()
-        if rank not in self._groups:
-            self._groups[rank] = await asyncio.to_thread(self._create, rank)
+        async with self._creating:
+            if rank not in self._groups:
+                self._groups[rank] = await asyncio.to_thread(self._create, rank)
         group = self._groups[rank]
-        deadline, say = time.monotonic() + self._timeout_s, time.monotonic() + _SAY_S
+        patience = _AGAIN_S if rank in self._placed else self._timeout_s
+        deadline, say = time.monotonic() + patience, time.monotonic() + _SAY_S
         while not await asyncio.to_thread(group.wait, _TURN_S):
             if (now := time.monotonic()) > deadline:
                 raise NoRoom(await asyncio.to_thread(self._what_there_is))
@@ -57,6 +65,7 @@ class Places:
                 say = now + _SAY_S
                 logger.warning("rank %d: %s", rank, await asyncio.to_thread(self._what_there_is))
         (self._nodes[rank],) = (await asyncio.to_thread(placement_group_table, group))["bundles_to_node_id"].values()
+        self._placed.add(rank)
         return group
 
     async def stands(self, rank: int) -> bool:
@@ -77,6 +86,7 @@ class Places:
 
     def _give_back(self, rank: int) -> None:
         self._leaving.pop(rank, None)
+        self._placed.discard(rank)
         self._nodes.pop(rank, None)
         remove_placement_group(self._groups.pop(rank))
 
