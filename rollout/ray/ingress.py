@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
 import time
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -37,6 +38,10 @@ class Ingress:
     ) -> None:
         start_s = self._patience_s = config.engine_start_timeout_s
         self._alive = time.monotonic()
+        self._own = contextlib.ExitStack()
+        if engine_config.keep_weight_snapshot is not None:  # a folder in it for this life only, which all nodes share
+            own = tempfile.TemporaryDirectory(prefix="rollout-", dir=engine_config.keep_weight_snapshot)
+            engine_config = replace(engine_config, keep_weight_snapshot=self._own.enter_context(own))
         # Half the time to be placed, so that a cluster without room is named as that.
         self.engines = RayEngines(engine_config, target, placement_timeout_s=start_s / 2)
         self.engine = Fleet(
@@ -79,6 +84,7 @@ class Ingress:
     async def _stop(self) -> None:
         await self.engine.stop()
         self.engines.close()
+        self._own.close()
 
 
 class _App:

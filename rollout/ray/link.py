@@ -179,5 +179,5 @@ class RayLink:
                 pass
         if isinstance(error, ActorUnavailableError):
             return f"the connection to its actor at {self.address} broke"
-        cause = re.split(r"The actor (?:is dead|died) because ", str(error))[-1]
+        cause = re.split(r"The actor (?:is dead|died) because ", str(error))[-1].partition("Some common causes")[0]
         return " ".join(cause.split()).rstrip(".")
