@@ -30,7 +30,10 @@ BACK_S = 120.0
 
 
 class Server:
-    """`rollout serve` on the cluster, and the seed of the tiny model that each epoch should serve."""
+    """`rollout serve` on the cluster, and the seed of the tiny model that each epoch should serve.
+
+    Each rank has one restart: to wait for a node must not cost another.
+    """
 
     def __init__(self, cluster: RayCluster, client: RolloutClient) -> None:
         self.cluster, self.client, self.url = cluster, client, client.base_url
@@ -79,7 +82,7 @@ def cluster() -> Iterator[RayCluster]:
 def server(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("ray")
     path = tiny_models.build("llama", folder / "model")
-    flags = [*FLAGS, "--data-parallel-backend", "ray", "--data-parallel-size", "2", "--engine-restarts", "9"]
+    flags = [*FLAGS, "--data-parallel-backend", "ray", "--data-parallel-size", "2", "--engine-restarts", "1"]
     with serve(path, folder / "log", *flags) as url, RolloutClient(url, timeout_s=60) as client:
         yield Server(cluster, client)
     # SIGTERM takes all of it along, and leaves the cluster to its owner.
@@ -200,14 +203,17 @@ def test_a_node_is_removed_during_a_push(server: Server) -> None:
     load = Load(server, 4)
     load.wait_running()
     remover = NodeRemover(tiny_models.model("llama", 99), server.cluster, 1)
-    sender = WeightSender.connect(server.client, remover, packed=False, timeout_s=20)
-    with sender, pytest.raises(WeightPushError):
-        sender.push("torn")
+    version = "torn"
+    try:
+        with WeightSender.connect(server.client, remover, packed=False, timeout_s=20) as sender:
+            server.seeds[sender.push(version).epoch] = 99  # its engine died, and all that live have committed
+    except WeightPushError:
+        version = "pushed"  # its engine died, and none has
     for result in load.results():
         assert result == "length" or "Engine 1 is being restarted" in str(result)
     server.cluster.add_node()
     server.wait_for(1)
-    server.check_one_version("pushed")
+    server.check_one_version(version)
     server.push("after")
     server.check_one_version("after")
 
