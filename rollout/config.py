@@ -62,8 +62,8 @@ class EngineConfig:
     attention_backend: AttentionBackendName = _flag(
         "auto", "auto: native (compiled once), else torch, on CPU; flash_attn, else triton, on CUDA."
     )
+    tensor_parallel_size: int = _flag(1, "Devices that share one engine's model, each with a part of every layer.")
     enforce_eager: bool = _flag(False, "Never capture CUDA graphs.")
-    tensor_parallel_size: int = _flag(1, "x")
     num_threads: int | None = _flag(None, "Threads for CPU arithmetic. Default: torch's.")
 
     @property
@@ -119,7 +119,7 @@ class ServerConfig:
         300.0, "An engine silent for this long, and then deaf to a probe for as long, is declared dead, in seconds."
     )
     engine_restarts: int = _flag(3, "Most restarts of a dead engine within 10 minutes; beyond them it stays dead.")
-    data_parallel_size: int = _flag(1, "Engines behind this one server.")
+    data_parallel_size: int = _flag(1, "Engines, each with the whole model; on CUDA, each with devices of its own.")
     data_parallel_backend: DataParallelBackend = _flag(
         "mp", "mp: engines are processes of this machine. ray: actors of a Ray cluster, behind Ray Serve."
     )
@@ -130,6 +130,8 @@ class ServerConfig:
             raise ValueError("api_key must not be empty: it would guard nothing")
         if self.max_queued_requests is not None and self.max_queued_requests < 0:
             raise ValueError(f"max_queued_requests must be at least 0 or unset, got {self.max_queued_requests}")
+        if self.data_parallel_size < 1:
+            raise ValueError(f"data_parallel_size must be at least 1, got {self.data_parallel_size}")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
         if not self.receive_timeout_s > 0:

@@ -71,7 +71,7 @@ class Outputs(msgspec.Struct, tag=True):
 class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     """The engine serves: the facts about the model that the server needs to validate requests.
 
-    `routing` is set where outputs carry routed experts.
+    `routing` is set where outputs carry routed experts. `world_size` is how many ranks of a trainer's group it takes.
     """
 
     vocab_size: int
@@ -85,6 +85,7 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     seconds: dict[str, float]
     eos_token_ids: list[int] = []
     routing: RoutingShape | None = None
+    world_size: int = 1
 
 
 class EngineState(msgspec.Struct, tag=True, kw_only=True):

@@ -17,8 +17,8 @@ import uvicorn
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.server.app import create_app
-from rollout.server.engine_client import EngineClient
-from rollout.server.engine_link import EngineTarget, processes
+from rollout.server.engine_link import EngineTarget
+from rollout.server.fleet import Fleet
 from rollout.server.main import http_server
 
 
@@ -27,13 +27,13 @@ class RunningServer:
     """Where it listens, and a way to ask its engine behind its back."""
 
     url: str
-    engine: EngineClient
+    engine: Fleet
     loop: asyncio.AbstractEventLoop
 
     @property
     def engine_pid(self) -> int:
         """The process to kill."""
-        pid = self.engine.pid
+        pid = self.engine.ranks[0].pid
         assert pid is not None
         return pid
 
@@ -58,6 +58,8 @@ def running_server(
     model: str | None = None,
     stall_timeout_s: float = 60.0,
     target: EngineTarget = fake_engine.run_engine,
+    size: int = 1,
+    restarts: int = 0,
     **engine_options: Any,
 ) -> Iterator[RunningServer]:
     """Serve as `smol`, token-in/token-out and masks on, from an empty model folder, unless told otherwise.
@@ -71,7 +73,7 @@ def running_server(
 
     async def serve(model: str) -> None:
         engine_config = EngineConfig(model=model, **engine_options)
-        engine = EngineClient(engine_config, connect=processes(target), stall_timeout_s=stall_timeout_s)
+        engine = Fleet(engine_config, size=size, target=target, stall_timeout_s=stall_timeout_s, restarts=restarts)
         engine.start()
         try:
             await engine.wait_ready(120)

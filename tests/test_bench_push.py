@@ -32,10 +32,11 @@ def test_the_command_measures_both_policies(tmp_path: Path) -> None:
     flags = ["--tokens-only", "--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--max-num-seqs", "4"]
     with serve(path, tmp_path / "log", *flags) as url:
         options = ["--url", url, "--streams", "2", "--prompt-len", "8", "--seconds", "0.3"]
-        ran = CliRunner().invoke(bench, ["push", "--model", str(path), *options])
+        ran = CliRunner().invoke(bench, ["push", "--model", str(path), *options, "--json", str(tmp_path / "json")])
         assert ran.exit_code == 0, ran.output
     results = json.loads(ran.output[ran.output.index("[\n") :])
     assert [result["kv_policy"] for result in results] == ["keep", "recompute"]
+    assert json.loads((tmp_path / "json").read_text())["pushes"] == results
     for result in results:
         assert result["push_bytes"] == sum(p.nbytes for p in tiny_models.model("llama").parameters())
         assert min(result["median_gap"], result["longest_gap"]) > 0

@@ -17,7 +17,8 @@ from server_harness import running_server
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.server.app import create_app
-from rollout.server.engine_client import EngineClient, run_engine
+from rollout.server.engine_client import run_engine
+from rollout.server.fleet import Fleet
 
 TEXT = (Path(__file__).parent.parent / "docs" / "api.md").read_text()
 BLOCKS = re.compile(
@@ -129,7 +130,7 @@ def test_the_last_request_under_a_heading_is_its_own(example: Example) -> None:
 
 def test_every_endpoint_is_on_the_page() -> None:
     config = ServerConfig(enable_scale_out=True, skip_tokenizer_init=True)
-    document = create_app(EngineClient(EngineConfig()), EngineConfig(), config).openapi()
+    document = create_app(Fleet(EngineConfig()), EngineConfig(), config).openapi()
     there = {f"{method.upper()} {path}" for path, methods in document["paths"].items() for method in methods}
     headings = set(re.findall(r"^### ((?:GET|POST) .*)$", TEXT, re.MULTILINE))
     assert headings == there

@@ -23,6 +23,8 @@ from rollout.demo.server import serve
 from rollout.messages import AddRequest
 from rollout.sampling_params import SamplingParams
 from rollout.server.engine_client import EngineClient, EngineError
+from rollout.server.engine_link import processes
+from rollout.server.request_stream import RequestStream
 from rollout.weights.snapshot import SnapshotKeeper, resume
 from rollout.weights.store import WeightStore
 from trainer_bridge.client import RolloutClient, RolloutError
@@ -185,7 +187,7 @@ def test_with_a_snapshot_it_goes_on_from_the_last_commit(tmp_path: Path) -> None
 
 def test_what_a_successor_is_told_and_how_many_there_are(tmp_path: Path) -> None:
     async def lives() -> None:
-        client = EngineClient(EngineConfig(model=str(tmp_path)), target=dying_engine.run_engine, restarts=3)
+        client = EngineClient(EngineConfig(model=str(tmp_path)), connect=processes(dying_engine.run_engine), restarts=3)
         client.start()
         try:
             await client.wait_ready(60)
@@ -196,7 +198,9 @@ def test_what_a_successor_is_told_and_how_many_there_are(tmp_path: Path) -> None
             # The second life ended before it was told anything, and changed nothing of what is known.
             assert json.loads((tmp_path / "3").read_text())["state"] == five
             with pytest.raises(EngineError, match="life 3: push the weights"):
-                client.submit(AddRequest(request_id="", prompt_token_ids=[1], sampling_params=SamplingParams()))
+                client.take(
+                    RequestStream(AddRequest(request_id="", prompt_token_ids=[1], sampling_params=SamplingParams()))
+                )
             six = {"epoch": 6, "version": "six", "paused": False}
             await client.call("commit", six, timeout_s=30)
             assert client.refusal is None

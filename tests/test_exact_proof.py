@@ -19,6 +19,7 @@ from rollout.model.attention.cpu import TorchAttention
 from rollout.model.attention.native import NativeAttention
 from rollout.model.invariance import NotInvariantError
 from rollout.server.engine_client import EngineClient, EngineError
+from rollout.server.engine_link import processes
 
 SLIGHT = {"float32": 1e-5, "bfloat16": 3e-4}
 """Too little for the load's own comparison with stock attention, enough to move bits."""
@@ -84,7 +85,7 @@ def run_spoiled_engine(config: EngineConfig, *addresses: Any, **kwargs: Any) -> 
 def test_the_server_refuses_to_start_and_says_why(llama: Path) -> None:
     async def start() -> None:
         config = EngineConfig(model=str(llama), dtype="float32", device="cpu", batch_invariant=True)
-        client = EngineClient(config, target=run_spoiled_engine)
+        client = EngineClient(config, connect=processes(run_spoiled_engine))
         client.start()
         try:
             await client.wait_ready(120)

@@ -69,7 +69,7 @@ def client(server: RunningServer, model: tuple[Path, PreTrainedModel]) -> Iterat
         reported = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
         torch.testing.assert_close(reported, expected.values, atol=TOLERANCE, rtol=0)
         eventually(lambda: idle(server))
-        assert not server.engine._streams
+        assert server.engine.in_flight == 0
 
 
 def idle(server: RunningServer) -> bool:

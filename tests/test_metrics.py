@@ -42,6 +42,7 @@ def scrape(client: RolloutClient) -> dict[tuple[str, ...], float]:
     for family in text_string_to_metric_families(answer.text):
         for sample in family.samples:
             assert sample.labels.pop("model_name") == "tiny"
+            assert sample.labels.pop("engine", "0") == "0"
             found[sample.name, *sample.labels.values()] = sample.value
     return found
 

@@ -14,13 +14,13 @@ import tiny_models
 import torch
 from engine_utils import prompt, teacher_forced
 from ray_lab import RayCluster, ray_cluster
-from rollout.server.fleet import Fleet
 from server_harness import eventually
 
 from rollout.config import EngineConfig
 from rollout.demo.server import serve
 from rollout.ray.link import RayEngines
 from rollout.server.engine_client import EngineError, run_engine
+from rollout.server.fleet import Fleet
 from trainer_bridge.client import RolloutClient, RolloutError
 from trainer_bridge.sender import WeightPushError, WeightSender
 from trainer_bridge.sources import ModuleSource

@@ -177,11 +177,13 @@ def _abort_body(request_ids: Sequence[str] | None) -> dict[str, Any]:
     return {} if request_ids is None else {"request_ids": list(request_ids)}
 
 
-def _connection(base_url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
+def _connection(
+    base_url: str, api_key: str | None, timeout_s: float, headers: Mapping[str, str] | None
+) -> dict[str, Any]:
     """Arguments of an httpx client: as many connections as there are requests, no retries, no environment proxies."""
     return {
         "base_url": base_url,
-        "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+        "headers": {**(headers or {}), **({"Authorization": f"Bearer {api_key}"} if api_key else {})},
         "timeout": _timeout(timeout_s),
         "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None),
         "trust_env": False,
@@ -196,13 +198,21 @@ class RolloutClient:
     """Talks to one server. Every method raises RolloutError. Safe to share between threads; close it, or use `with`.
 
     `timeout_s` bounds each wait for bytes from the server: for an answer that isn't streamed, the whole generation.
+    `headers` go with every request, such as `X-data-parallel-rank`.
     """
 
-    def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.base_url = base_url.rstrip("/")
         self.api_key = api_key
         self.timeout_s = timeout_s
-        self._http = httpx.Client(**_connection(self.base_url, api_key, timeout_s))
+        self._http = httpx.Client(**_connection(self.base_url, api_key, timeout_s, headers))
 
     def __enter__(self) -> RolloutClient:
         return self
@@ -314,11 +324,18 @@ class RolloutClient:
 class AsyncRolloutClient:
     """`RolloutClient` for asyncio: the same methods, awaited; `stream` is an async generator."""
 
-    def __init__(self, base_url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         self.base_url = base_url.rstrip("/")
         self.api_key = api_key
         self.timeout_s = timeout_s
-        self._http = httpx.AsyncClient(**_connection(self.base_url, api_key, timeout_s))
+        self._http = httpx.AsyncClient(**_connection(self.base_url, api_key, timeout_s, headers))
 
     async def __aenter__(self) -> AsyncRolloutClient:
         return self

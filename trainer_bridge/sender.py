@@ -280,7 +280,11 @@ class WeightSender:
         try:
             if not self._joined:
                 self._join()
-            epochs = on_all(self._servers, lambda _, s: int(s.call("GET", "/weight_info")["epoch"]))
+            infos = on_all(self._servers, lambda _, s: s.call("GET", "/weight_info"))
+            if any(info.get("transfer") == "stale" for info in infos):  # its engines are other ones than those met
+                self._drop_group()
+                self._join()
+            epochs = [int(info["epoch"]) for info in infos]
             load = load_for(epochs)
             base = [{"base_epoch": epoch} if load.sparse else {} for epoch in epochs]
             on_all(self._servers, lambda i, s: s.start(start | base[i]))

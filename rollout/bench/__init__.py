@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 from typer.core import TyperGroup
+
+from rollout.bench.fleet import PRESETS, Fleet, PresetName, measured
+from rollout.cli import config_from, flags_of
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 class LoadByDefault(TyperGroup):
-    """`rollout bench --url URL` is `rollout bench load --url URL`."""
+    """`rollout bench --url URL` is `rollout bench load --url URL`; with `--simulate` it is `rollout bench simulate`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and "--simulate" in args:
+            args = ["simulate", *(arg for arg in args if arg != "--simulate")]
         if args and args[0].startswith("-") and args[0] != "--help":
             args = ["load", *args]
         return super().parse_args(ctx, args)
@@ -64,6 +70,16 @@ CommandOption = Annotated[
 ]
 OperatorsOption = Annotated[int, typer.Option(min=0, help="So many of torch's operators in a second table.")]
 DtypeOption = Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of weights and products.")]
+EnginesOption = Annotated[
+    list[int] | None, typer.Option(min=1, help="How many; may be repeated. Default: 8, 16, … 1,024.")
+]
+PresetOption = Annotated[PresetName, typer.Option(help="Where figures that no other flag gives come from.")]
+FromOption = Annotated[
+    list[Path] | None,
+    typer.Option("--from", help="Take figures from what load, http or push wrote with --json; may be repeated."),
+]
+DrawsOption = Annotated[int, typer.Option(help="Seed of lengths, checks and failures.")]
+StepsOption = Annotated[int, typer.Option(min=1, help="Measured steps of the trainer; others come first.")]
 ThreadsOption = Annotated[int | None, typer.Option(min=1, help="Default: torch's.")]
 
 
@@ -286,10 +302,64 @@ def push(
     streams: StreamsOption = 4,
     prompt_len: PromptOption = 64,
     seconds: SecondsOption = 5.0,
+    json_file: JsonOption = None,
 ) -> None:
     """What a push of the weights does to open streams: token gaps and throughput, under either KV policy."""
     from rich.console import Console
 
+    from rollout.bench import report
     from rollout.bench.push import run
 
-    run(url, api_key, model, streams=streams, prompt_len=prompt_len, seconds=seconds, console=Console())
+    console = Console()
+    pushes = run(url, api_key, model, streams=streams, prompt_len=prompt_len, seconds=seconds, console=console)
+    report.save(json_file, {"pushes": pushes})
+
+
+def with_flags_of(config: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command one more flag for each field of a dataclass, in its **values."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        *own, _ = inspect.signature(function).parameters.values()
+        hints = get_type_hints(function, include_extras=True)
+        parameters = [p.replace(annotation=hints[p.name]) for p in own] + flags_of(config)
+        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        function.__annotations__ = {p.name: p.annotation for p in parameters}
+        return function
+
+    return decorate
+
+
+@bench.command()
+@with_flags_of(Fleet)
+def simulate(
+    context: typer.Context,
+    engines: EnginesOption = None,
+    preset: PresetOption = "smollm2-cpu",
+    measurements: FromOption = None,
+    steps: StepsOption = 10,
+    seed: DrawsOption = 0,
+    json_file: JsonOption = None,
+    **values: Any,
+) -> None:
+    """Throughput, push time and staleness of many engines, from the figures of one: a model, nothing is measured."""
+    from rich.console import Console
+
+    from rollout.bench import report
+    from rollout.bench.simulate import DEFAULT_ENGINES, as_json, remedies, simulate, tables
+
+    console = Console()
+    with refusals():
+        found = dict(PRESETS[preset])
+        for file in measurements or ():
+            found |= measured(file)
+        sources = {name: context.get_parameter_source(name) for name in found}
+        found = {name: found[name] for name, source in sources.items() if source and source.name == "DEFAULT"}
+        fleet = config_from(Fleet, values | found)  # flags win
+        counts = engines or DEFAULT_ENGINES
+        with progress(console, fleets=len(counts)) as (advance,):
+            results = []
+            for count in counts:
+                results.append(simulate(fleet, count, steps=steps, seed=seed))
+                advance()
+    console.print(*tables(results), *remedies(results), sep="\n")
+    report.save(json_file, as_json(fleet, results, preset=preset, steps=steps, seed=seed))

@@ -145,9 +145,14 @@ class Engine:
         sampled = self._sample(step, logits)
         return [self._advance(sequence, token) for sequence, token in sampled]
 
-    def restore(self, state: EngineState, reason: str) -> None:
-        """Go on, before the first request, from the state of an engine that died for this reason."""
-        outcome = resume(self.store, self.config.keep_weight_snapshot, state.epoch, state.version)
+    def restore(self, state: EngineState, reason: str, source: str | None = None) -> None:
+        """Go on, before the first request, from `state`: that of an engine that died for this reason, or that of a
+        fleet that this one joins, whose weights `source` has sent it."""
+        if source is None:
+            outcome = resume(self.store, self.config.keep_weight_snapshot, state.epoch, state.version)
+        else:
+            self.store.epoch, self.store.label = state.epoch, state.version
+            outcome = f"it serves the weights of epoch {state.epoch} ({state.version!r}), as {source} sent them"
         self.restarted = f"The engine was restarted ({reason}); {outcome}."
         self.scheduler.epoch = self.store.epoch
         self.paused = state.paused

@@ -32,6 +32,7 @@ from rollout.messages import (
 )
 from rollout.outputs import TokenOutput
 from rollout.weights.errors import WeightUpdateError
+from rollout.weights.offer import offer_weights
 
 logger = logging.getLogger(__name__)
 PARENT_CHECK_S = 1.0
@@ -207,8 +208,16 @@ class EngineProcess:
 
     def _call_restore(self, call: Call) -> dict[str, Any]:
         """Take the place of an engine that has died; its last EngineState says where to go on from."""
-        self.engine.restore(EngineState(**call.params["state"]), call.params["reason"])
+        self.engine.restore(EngineState(**call.params["state"]), call.params["reason"], call.params.get("source"))
         return {"weights": "valid" if self.engine.store.valid else "invalid", "restarted": self.engine.restarted}
+
+    def _call_offer_weights(self, call: Call) -> dict[str, Any] | None:
+        """Send what serves to another engine of the fleet."""
+        try:
+            return offer_weights(self.engine.store, float(call.params["timeout_s"]))
+        except WeightUpdateError as error:
+            self._send(Reply(call.call_id, error=CallError(error.status, str(error))))
+            return None
 
     def _call_stats(self, call: Call) -> dict[str, Any]:
         engine = self.engine

@@ -8,21 +8,20 @@ from rollout import __version__
 from rollout.config import EngineConfig, ServerConfig
 from rollout.server.api import chat, completions, control, generate, messages, render, text, weights
 from rollout.server.auth import PROBES, BearerAuth, api_keys
-from rollout.server.engine_client import EngineClient
 from rollout.server.errors import install_error_handlers
+from rollout.server.fleet import Fleet
 from rollout.server.limits import BodyLimit
 from rollout.server.openapi import install_openapi
 from rollout.server.state import Server
 from rollout.server.tokenizer import BackgroundTokenizer
 
 
-def create_app(engine: EngineClient, engine_config: EngineConfig, config: ServerConfig) -> FastAPI:
-    """The app that serves this engine, which must be ready; its state is `app.state.server`. Needs a running loop."""
+def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig) -> FastAPI:
+    """The app that serves these engines, which must be ready; its state is `app.state.server`. Needs a running loop."""
     app = FastAPI(title="rollout", version=__version__)
     tokenizer = BackgroundTokenizer(engine_config.model, enabled=not (config.tokens_only or config.skip_tokenizer_init))
     server = app.state.server = Server(engine, engine_config, config, tokenizer)
-    if config.max_queued_requests is not None:
-        engine.max_in_flight = engine.info.max_num_seqs + config.max_queued_requests
+    engine.max_queued = config.max_queued_requests
     app.include_router(control.router)
     app.include_router(weights.router)
     for api in (completions, chat, messages, text):

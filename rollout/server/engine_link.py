@@ -67,21 +67,20 @@ class Connect(Protocol):
 _LAST_WORDS_S = 0.3
 
 
-def processes(target: EngineTarget, *, size: int = 1) -> Connect:
+def processes(target: EngineTarget) -> Connect:
     """Engines as processes of this machine that run `target`, a picklable function of (config, address to receive
-    from, address to send to). Each of several gets CUDA devices of its own."""
+    from, address to send to). Each rank sees CUDA devices of its own."""
 
     def connect(
         rank: int, config: EngineConfig, heard: Callable[[FromEngine], None], failed: Callable[[str], None]
     ) -> Link:
-        run = target if size == 1 else partial(_on_devices, target, rank)
-        return EngineLink(run, config, heard, failed)
+        return EngineLink(partial(_on_devices, target, rank), config, heard, failed)
 
     return connect
 
 
 def _on_devices(target: EngineTarget, rank: int, config: EngineConfig, to_engine: str, from_engine: str) -> None:
-    """Run `target` where it sees the CUDA devices of this rank only; must come before CUDA is touched."""
+    """Run `target` where it sees the CUDA devices of this rank only; comes before anything touches CUDA."""
     first, count = rank * config.tensor_parallel_size, config.tensor_parallel_size
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     named = [str(n) for n in range(first + count)] if visible is None else visible.split(",")

@@ -24,8 +24,8 @@ from rollout.messages import AddRequest, EngineReady
 from rollout.outputs import FinishReason, TokenLogprob, TokenOutput, WeightVersionSpan, mask_ids
 from rollout.sampling_params import SamplingParams
 from rollout.server.detokenizer import TextReader, Vocabulary
-from rollout.server.engine_client import RequestStream
 from rollout.server.errors import ApiError, as_api_error, error_body
+from rollout.server.request_stream import RequestStream
 from rollout.server.state import Server
 from rollout.server.tokenizer import bad_words_token_ids
 from rollout.weights.versions import SpanBuilder
@@ -126,26 +126,40 @@ class Generation:
 
     A list holds at most one Delta a choice: a reader who falls behind gets several tokens at once. A choice whose text
     completes a stop string ends there, also in the engine. Leaving the `with` block aborts what still runs, without
-    which its blocks would stay taken. Raises EngineError where the engine fails.
+    which its blocks would stay taken. Raises EngineError where the engine fails; where another one begins the request
+    again, what `collect` has read so far is dropped. `rank` pins it to one engine.
     `prompt_logprobs` (one entry a prompt token, the first None) is set with the first Delta, where asked for.
     """
 
-    def __init__(self, server: Server, request: AddRequest, vocabulary: Vocabulary | None, *, with_text: bool) -> None:
+    def __init__(
+        self,
+        server: Server,
+        request: AddRequest,
+        vocabulary: Vocabulary | None,
+        *,
+        with_text: bool,
+        rank: int | None = None,
+    ) -> None:
         self.request_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
-        self.params = params = request.sampling_params
+        self.params = request.sampling_params
         self.vocabulary = vocabulary
+        self._server, self._request, self._rank = server, request, rank
+        self._with_text = with_text
+        self._stream: RequestStream | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._restarts = 0 if self._stream is None else self._stream.restarts
         self.prompt_logprobs: list[list[TokenLogprob] | None] | None = None
         self.cached_tokens = 0
-        self._server = server
-        self._request = request
-        self._stream: RequestStream | None = None
+        vocabulary, params = self.vocabulary, self.params
         self._choices = [
             _Choice(
                 index,
                 with_logprobs=params.logprobs is not None,
-                reader=TextReader(vocabulary, request.prompt_token_ids, params) if vocabulary is not None else None,
-                with_text=with_text,
+                reader=TextReader(vocabulary, self.prompt_token_ids, params) if vocabulary is not None else None,
+                with_text=self._with_text,
             )
             for index in range(params.n)
         ]
@@ -161,7 +175,7 @@ class Generation:
         return sum(choice.num_tokens for choice in self._choices)
 
     def __enter__(self) -> Self:
-        self._stream = self._server.engine.submit(self._request)
+        self._stream = self._server.engine.submit(self._request, self._rank)
         return self
 
     def __exit__(
@@ -178,6 +192,8 @@ class Generation:
             touched = await self._advance()
             deltas = [choice.take() for choice in touched if choice.has_news]
             if deltas:
+                assert self._stream is not None
+                self._stream.passed_on = True
                 return deltas
 
     async def collect(self) -> list[Delta]:
@@ -191,7 +207,10 @@ class Generation:
         """Read what the engine has said; the choices it spoke of. Raises StopAsyncIteration at the end."""
         assert self._stream is not None, "enter the generation first"
         touched: dict[int, _Choice] = {}
-        for output in await anext(self._stream):
+        outputs = await anext(self._stream)
+        if self._stream.restarts != self._restarts:
+            self._begin()
+        for output in outputs:
             choice = touched[output.index] = self._choices[output.index]
             if choice.add(output):
                 self._stream.end_choice(output.index)
@@ -222,7 +241,7 @@ async def prepare(
     server.check_accepting()
     server.check_model(model)
     check_cache_salt(cache_salt)
-    check_data_parallel_rank(headers)
+    rank = data_parallel_rank(server, headers)
     check_prompt(server, token_ids)
     resolve_params(server, params, len(token_ids))
     vocabulary = None
@@ -244,7 +263,7 @@ async def prepare(
         return_sampling_mask=server.config.return_sampling_mask,
     )
     server.engine.check_room(params.n)  # again when it is entered; here a stream can still be a plain 503
-    return Generation(server, request, vocabulary, with_text=detokenize)
+    return Generation(server, request, vocabulary, with_text=detokenize, rank=rank)
 
 
 def make_request_id(headers: Headers, request_id: str | None, prefix: str) -> str:
@@ -268,14 +287,18 @@ def check_cache_salt(cache_salt: str | None) -> None:
         raise ApiError(400, message, param="cache_salt")
 
 
-def check_data_parallel_rank(headers: Headers) -> None:
-    """Raise a 400 for a rank that isn't there; a header that is no integer counts as absent."""
+def data_parallel_rank(server: Server, headers: Headers) -> int | None:
+    """The rank that a client pins its request to; a header that is no integer counts as absent.
+
+    Raises a 400 for a rank that isn't there.
+    """
     try:
-        rank = int(headers.get("x-data-parallel-rank", "0"))
-    except ValueError:
-        return
-    if rank != 0:
-        raise ApiError(400, f"data_parallel_rank {rank} is out of range [0, 1).")
+        rank = int(headers["x-data-parallel-rank"])
+    except (KeyError, ValueError):
+        return None
+    if not 0 <= rank < (size := len(server.engine.ranks)):
+        raise ApiError(400, f"data_parallel_rank {rank} is out of range [0, {size}).")
+    return rank
 
 
 def check_prompt(server: Server, token_ids: list[int]) -> None:

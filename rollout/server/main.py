@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from rollout.config import EngineConfig, ServerConfig
-from rollout.server.engine_client import EngineClient, EngineError, run_engine
-from rollout.server.engine_link import EngineTarget, processes
+from rollout.server.engine_client import EngineError, run_engine
+from rollout.server.engine_link import EngineTarget
+from rollout.server.fleet import Fleet
 
 if TYPE_CHECKING:
     import uvicorn
@@ -71,9 +72,10 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, tell)
     stopping = asyncio.create_task(told_to_stop.wait())
-    engine = EngineClient(
+    engine = Fleet(
         engine_config,
-        connect=processes(target),
+        size=config.data_parallel_size,
+        target=target,
         stall_timeout_s=config.engine_stall_timeout_s,
         start_timeout_s=config.engine_start_timeout_s,
         restarts=config.engine_restarts,
@@ -102,7 +104,7 @@ async def _serve(
 
 async def _serve_http(
     app: FastAPI,
-    engine: EngineClient,
+    engine: Fleet,
     config: ServerConfig,
     listener: socket.socket,
     stopping: asyncio.Task[bool],
@@ -128,7 +130,7 @@ async def _serve_http(
     await serving
 
 
-async def _drain(engine: EngineClient, timeout_s: float, hurry: asyncio.Event) -> None:
+async def _drain(engine: Fleet, timeout_s: float, hurry: asyncio.Event) -> None:
     """Wait until nothing is in flight, the time is up, or a second signal comes."""
     deadline = time.monotonic() + timeout_s
     while engine.error is None and engine.in_flight and time.monotonic() < deadline and not hurry.is_set():

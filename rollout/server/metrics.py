@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
+
+# vLLM's: `engine` is the data-parallel rank.
+_LABELS = ["model_name", "engine"]
 # Of staleness, in versions: +Inf follows.
 _BEHIND = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)
 
@@ -44,52 +48,67 @@ class Metrics:
         """Count a weight call that was answered with this HTTP error."""
         self._refusals.labels(self._model, call, str(status)).inc()
 
-    def render(self, stats: dict[str, Any]) -> bytes:
-        """The exposition text, from the engine's `stats`."""
-        return generate_latest(_Families([*self._registry.collect(), *self._read(stats)]))
+    def render(self, stats: dict[int, dict[str, Any]], restarts: dict[int, int]) -> bytes:
+        """The exposition text, from the `stats` of the engines that live and the `restarts` of all, by rank."""
+        families = [*self._registry.collect(), *self._read(stats), *self._life(stats, restarts)]
+        return generate_latest(_Families(families))
 
-    def _read(self, stats: dict[str, Any]) -> Iterator[Metric]:
+    def _read(self, stats: dict[int, dict[str, Any]]) -> Iterator[Metric]:
         for name, (key, help) in _COUNTERS.items():
-            yield self._one(CounterMetricFamily(name, help, labels=["model_name"]), stats.get(key, 0))
+            yield self._each(
+                CounterMetricFamily(name, help, labels=_LABELS), {r: s.get(key, 0) for r, s in stats.items()}
+            )
         for name, (key, help) in _GAUGES.items():
-            yield self._one(GaugeMetricFamily(name, help, labels=["model_name"]), stats[key])
-        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", labels=["model_name"])
-        yield self._one(usage, 1 - stats["free_blocks"] / stats["num_blocks"])
+            yield self._each(GaugeMetricFamily(name, help, labels=_LABELS), {r: s[key] for r, s in stats.items()})
+        usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", labels=_LABELS)
+        yield self._each(usage, {r: 1 - s["free_blocks"] / s["num_blocks"] for r, s in stats.items()})
         yield self._finished(stats)
-        yield from self._updates(stats["weight_updates"])
-        yield self._staleness({int(behind): count for behind, count in stats["staleness"].items()})
+        yield from self._updates(stats)
+        yield self._staleness(stats)
 
-    def _one(self, family: CounterMetricFamily | GaugeMetricFamily, value: float) -> Metric:
-        family.add_metric([self._model], value)
+    def _life(self, stats: dict[int, dict[str, Any]], restarts: dict[int, int]) -> Iterator[Metric]:
+        up = GaugeMetricFamily("rollout:engine_up", "1 while the engine serves, else 0.", labels=_LABELS)
+        yield self._each(up, {rank: float(rank in stats) for rank in restarts})
+        again = CounterMetricFamily("rollout:engine_restarts", "Engines that died and were replaced.", labels=_LABELS)
+        yield self._each(again, restarts)
+
+    def _each(self, family: Family, values: Mapping[int, float]) -> Family:
+        for rank, value in values.items():
+            family.add_metric([self._model, str(rank)], value)
         return family
 
-    def _finished(self, stats: dict[str, Any]) -> Metric:
-        labels = ["model_name", "finished_reason"]
+    def _finished(self, stats: dict[int, dict[str, Any]]) -> Metric:
+        labels = [*_LABELS, "finished_reason"]
         family = CounterMetricFamily("vllm:request_success", "Choices that have ended.", labels=labels)
-        for reason in ("stop", "length", "abort"):
-            family.add_metric([self._model, reason], stats.get(f"finished_{reason}", 0))
+        for rank, counted in stats.items():
+            for reason in ("stop", "length", "abort"):
+                family.add_metric([self._model, str(rank), reason], counted.get(f"finished_{reason}", 0))
         return family
 
-    def _updates(self, totals: dict[str, dict[str, float]]) -> Iterator[Metric]:
+    def _updates(self, stats: dict[int, dict[str, Any]]) -> Iterator[Metric]:
         for name, key, help in (
             ("rollout:weight_updates", "updates", "Weight updates that have ended."),
             ("rollout:weight_update_bytes", "bytes", "Bytes received for them."),
             ("rollout:weight_update_seconds", "seconds", "Seconds from their start to their end."),
         ):
-            family = CounterMetricFamily(name, help, labels=["model_name", "result"])
-            for result, numbers in totals.items():
-                family.add_metric([self._model, result], numbers[key])
+            family = CounterMetricFamily(name, help, labels=[*_LABELS, "result"])
+            for rank, counted in stats.items():
+                for result, numbers in counted["weight_updates"].items():
+                    family.add_metric([self._model, str(rank), result], numbers[key])
             yield family
 
-    def _staleness(self, counts: dict[int, int]) -> Metric:
+    def _staleness(self, stats: dict[int, dict[str, Any]]) -> Metric:
         family = HistogramMetricFamily(
             "rollout:token_staleness",
             "Tokens of choices that have ended, by how many versions their weights were behind the serving ones then.",
-            labels=["model_name"],
+            labels=_LABELS,
         )
-        buckets = [(str(float(top)), float(sum(n for b, n in counts.items() if b <= top))) for top in _BEHIND]
-        buckets.append(("+Inf", float(sum(counts.values()))))
-        family.add_metric([self._model], buckets, sum(behind * count for behind, count in counts.items()))
+        for rank, counted in stats.items():
+            counts = {int(behind): count for behind, count in counted["staleness"].items()}
+            buckets = [(str(float(top)), float(sum(n for b, n in counts.items() if b <= top))) for top in _BEHIND]
+            buckets.append(("+Inf", float(sum(counts.values()))))
+            total = sum(behind * count for behind, count in counts.items())
+            family.add_metric([self._model, str(rank)], buckets, total)
         return family
 
 

@@ -11,8 +11,8 @@ from fastapi import Depends, Request
 from fastapi.exceptions import RequestValidationError
 
 from rollout.config import EngineConfig, ServerConfig
-from rollout.server.engine_client import EngineClient
 from rollout.server.errors import ApiError
+from rollout.server.fleet import Fleet
 from rollout.server.metrics import Metrics
 from rollout.server.tokenizer import BackgroundTokenizer
 
@@ -21,9 +21,9 @@ PauseMode = Literal["abort", "wait", "keep"]
 
 @dataclass
 class Server:
-    """The engine and the settings behind one app. `pause_mode` is that of the pause in force, None while serving."""
+    """The engines and the settings behind one app. `pause_mode` is that of the pause in force, None while serving."""
 
-    engine: EngineClient
+    engine: Fleet
     engine_config: EngineConfig
     config: ServerConfig
     tokenizer: BackgroundTokenizer

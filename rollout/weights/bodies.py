@@ -71,10 +71,14 @@ class StartBody(msgspec.Struct):
 
 
 class UpdateBody(msgspec.Struct):
-    """/update_weights: the next tensors of an open update, or (`weight_dir`) a whole update in one call."""
+    """/update_weights: the next tensors of an open update, or (`weight_dir`) a whole update in one call.
+
+    That call commits, unless `prepare` leaves it to a finish.
+    """
 
     update_info: Announcement | None = None
     weight_dir: str | None = None
+    prepare: bool = False
 
 
 class FinishBody(msgspec.Struct):

@@ -197,7 +197,9 @@ class WeightUpdater:
             assert body.update_info is not None
             info = body.update_info
         self._state = "receiving"
-        done = self._make_ready if session.single_call else self._received
+        done = self._received
+        if session.single_call:
+            done = self._prepared if body.prepare else self._make_ready
         self._submit(session, answer, lambda: session.receive(info), done)
 
     def _received(self, session: Update) -> None:

@@ -42,8 +42,9 @@ async def version() -> dict[str, str]:
 @router.get("/metrics")
 async def metrics(server: ServerDep) -> Response:
     """Prometheus series. Behind the key, like all but the probes."""
-    stats = await server.engine.call("stats", timeout_s=CONTROL_TIMEOUT_S)
-    return Response(server.metrics.render(stats), headers={"content-type": server.metrics.content_type})
+    stats = await server.engine.stats(CONTROL_TIMEOUT_S)
+    restarts = {client.rank: client.restarts for client in server.engine.ranks}
+    return Response(server.metrics.render(stats, restarts), headers={"content-type": server.metrics.content_type})
 
 
 @router.get("/v1/models")
@@ -84,7 +85,7 @@ async def server_info(server: ServerDep) -> dict[str, Any]:
         "vllm_config": {
             "model_config": {"dtype": f"torch.{info.dtype}", "logprobs_mode": mode},
             "lora_config": None,
-            "parallel_config": {"data_parallel_size": 1},
+            "parallel_config": {"data_parallel_size": len(server.engine.ranks)},
             "weight_transfer_config": {"backend": "nccl" if info.device.startswith("cuda") else "gloo"},
         }
     }
@@ -120,6 +121,21 @@ async def resume(server: ServerDep) -> dict[str, str]:
 async def is_paused(server: ServerDep) -> dict[str, Any]:
     """Whether the engine is paused."""
     return await server.engine.call("is_paused", timeout_s=CONTROL_TIMEOUT_S)
+
+
+@router.post("/scale_elastic_ep")
+async def scale_elastic_ep(
+    server: ServerDep,
+    new_data_parallel_size: Annotated[int, Body(embed=True, ge=1)],
+    drain_timeout: Annotated[float, Body(embed=True, ge=0)] = 120.0,
+) -> dict[str, str]:
+    """Serve with so many engines, under vLLM's name for it; answers once it is so.
+
+    New ones take the fleet's weights from one that serves. Those that leave have `drain_timeout` seconds for what they
+    run. A trainer must call /init_weight_transfer_engine again after it.
+    """
+    await server.engine.scale(new_data_parallel_size, drain_timeout_s=drain_timeout)
+    return {"message": f"Scaled to {new_data_parallel_size} data parallel engines"}
 
 
 @router.post("/reset_prefix_cache")

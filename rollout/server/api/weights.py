@@ -73,6 +73,6 @@ async def weight_info(server: ServerDep) -> dict[str, Any]:
 
 
 @router.get("/get_world_size")
-async def get_world_size(include_dp: bool = True) -> dict[str, int]:
-    """How many ranks of the trainer's group this server takes: one, with or without data parallelism."""
-    return {"world_size": 1}
+async def get_world_size(server: ServerDep, include_dp: bool = True) -> dict[str, int]:
+    """How many ranks of the trainer's group all engines take; one of them, without `include_dp`."""
+    return {"world_size": server.engine.world_size if include_dp else server.engine.info.world_size}

@@ -1,0 +1,274 @@
+"""What `rollout bench --simulate` assumes of a fleet, and the closed forms that follow from it.
+
+Imported with the command line, as its fields are flags, so it imports nothing slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, Literal
+
+Topology = Literal["chain", "binomial", "star", "relays"]
+PresetName = Literal["smollm2-cpu", "8b-gpu"]
+_POSITIVE = (
+    *("streams", "single_tokens_per_second", "loaded_tokens_per_second", "loaded_streams", "mean_tokens"),
+    *("prompts_per_step", "n", "push_every", "weight_bytes", "link_bytes_per_second", "slice_bytes", "fan_out"),
+    *("servers", "mtbf_hours"),
+)
+_NOT_NEGATIVE = (
+    *("tokens_cv", "max_lag", "train_seconds", "train_us_per_token", "hop_seconds", "call_seconds", "check_seconds"),
+    *("check_cv", "recompute_seconds", "server_us_per_token", "server_us_per_request", "restart_seconds"),
+)
+_SHARES = ("pushed_share", "receive_speed")
+
+
+def _flag(default: Any, help: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Equal engines, one trainer, and how they are connected. Times in seconds, lengths in tokens, sizes in bytes.
+
+    Defaults: measured on SmolLM2-135M and two CPU cores (docs/performance.md, docs/weight-updates.md) where the help
+    doesn't say "assumed". Raises ValueError, naming the field, on values that can't be.
+    """
+
+    streams: int = _flag(64, "Sequences that one engine generates at once.")
+    single_tokens_per_second: float = _flag(49.2, "An engine's, with one sequence.")
+    loaded_tokens_per_second: float = _flag(710.0, "An engine's, with --loaded-streams sequences.")
+    loaded_streams: int = _flag(64, "Sequences at which --loaded-tokens-per-second was measured.")
+    mean_tokens: float = _flag(128.0, "Mean length of an answer.")
+    tokens_cv: float = _flag(0.5, "Assumed: standard deviation of the lengths (lognormal) over their mean.")
+    prompts_per_step: int = _flag(256, "Assumed: groups that the trainer takes for a step.")
+    n: int = _flag(8, "Answers of a group.")
+    max_lag: int = _flag(3, "Most pushes between sampling a token and training on it; 0: in turn. The demo's value.")
+    train_seconds: float = _flag(1.0, "Assumed: a step of the trainer takes this much,")
+    train_us_per_token: float = _flag(10.0, "and, assumed, this many microseconds for each token of its batch.")
+    push_every: int = _flag(1, "Steps of the trainer from push to push.")
+    overlap_push: bool = _flag(False, "The trainer goes on while it pushes (it needs a copy of the weights for that).")
+    weight_bytes: float = _flag(269e6, "Of the weights.")
+    pushed_share: float = _flag(1.0, "Of the bytes that a push sends: below 1 for sparse pushes.")
+    topology: Topology = _flag(
+        "binomial",
+        "binomial: gloo's broadcast. chain: NCCL's. star: the trainer sends to each. relays: engines resend.",
+    )
+    link_bytes_per_second: float = _flag(154e6, "What one end sends to another.")
+    hop_seconds: float = _flag(1e-4, "Assumed: latency of one transfer.")
+    slice_bytes: float = _flag(float(1 << 20), "Assumed: a chain or a tree of relays forwards so many bytes at a time.")
+    fan_out: int = _flag(2, "Engines that a relay sends to.")
+    call_seconds: float = _flag(0.01, "Assumed: the control calls of a push.")
+    check_seconds: float = _flag(0.05, "Assumed: mean time an engine takes to check what it received.")
+    check_cv: float = _flag(0.3, "Assumed: its standard deviation (lognormal) over its mean; the slowest counts.")
+    receive_speed: float = _flag(0.71, "Share of its speed that an engine keeps while it receives.")
+    recompute_seconds: float = _flag(0.0, "How long a commit stops generation: nothing but a step under `keep`.")
+    servers: int = _flag(1, "Server processes; each is one core.")
+    server_us_per_token: float = _flag(18.9, "CPU microseconds of a server process; 48.2 where answers are streamed.")
+    server_us_per_request: float = _flag(0.0, "The same for a request (of n answers), where it isn't in that: routing.")
+    mtbf_hours: float | None = _flag(None, "Mean time between failures of one engine. Default: none fails.")
+    restart_seconds: float = _flag(6.3, "From a failure to service: a start (4.6 s) and the weights over one link.")
+
+    def __post_init__(self) -> None:
+        for name in (*_POSITIVE, *_NOT_NEGATIVE, *_SHARES):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not math.isfinite(value) or value < 0 or (value == 0 and name not in _NOT_NEGATIVE):
+                wanted = "0 or more" if name in _NOT_NEGATIVE else "more than 0"
+                raise ValueError(f"{name} is {value}, but must be finite and {wanted}")
+            if name in _SHARES and value > 1:
+                raise ValueError(f"{name} is {value}, but is a share of 1")
+        if self.loaded_tokens_per_second < self.single_tokens_per_second:
+            raise ValueError(
+                f"loaded_tokens_per_second is {self.loaded_tokens_per_second}, less than one sequence's "
+                f"{self.single_tokens_per_second} (single_tokens_per_second)"
+            )
+        if self.loaded_tokens_per_second > self.loaded_streams * self.single_tokens_per_second:
+            raise ValueError(
+                f"loaded_tokens_per_second is {self.loaded_tokens_per_second}, more than {self.loaded_streams} "
+                f"sequences of {self.single_tokens_per_second} tokens/s each (loaded_streams, single_tokens_per_second)"
+            )
+
+    # -- engines
+
+    def token_seconds(self, streams: float) -> float:
+        """A step of an engine that generates so many sequences: linear through the two measured points."""
+        alone = 1 / self.single_tokens_per_second
+        if self.loaded_streams == 1:
+            return alone * max(1.0, streams)
+        loaded = self.loaded_streams / self.loaded_tokens_per_second
+        return alone + (loaded - alone) / (self.loaded_streams - 1) * max(0.0, streams - 1)
+
+    def tokens_per_second(self, engines: float, streams: float) -> float:
+        """Of a fleet with so many sequences in all, spread evenly."""
+        return streams / self.token_seconds(streams / engines)
+
+    @property
+    def batch_tokens(self) -> float:
+        """Mean tokens of one step of the trainer."""
+        return self.prompts_per_step * self.n * self.mean_tokens
+
+    def batch_seconds(self, tokens: float) -> float:
+        """The trainer's step on so many tokens."""
+        return self.train_seconds + tokens * self.train_us_per_token * 1e-6
+
+    # -- a push
+
+    def broadcast_seconds(self, engines: int) -> float:
+        """One copy of the weights from the trainer to each engine. See docs/scaling.md for the formulas."""
+        size, link, hop = self.weight_bytes * self.pushed_share, self.link_bytes_per_second, self.hop_seconds
+        slices = math.ceil(size / self.slice_bytes)
+        one = size / slices / link + hop
+        match self.topology:
+            case "star":
+                return engines * (size / link + hop)
+            case "binomial":
+                return math.ceil(math.log2(engines + 1)) * (size / link + hop)
+            case "chain":
+                return (slices + engines - 1) * one
+            case "relays":
+                width = min(self.fan_out, engines)
+                return (slices + self.relay_depth(engines) - 1) * width * one
+
+    def relay_depth(self, engines: int) -> int:
+        """Levels of a tree below the trainer that holds so many engines."""
+        depth = held = 0
+        while held < engines:
+            depth += 1
+            held += self.fan_out**depth
+        return depth
+
+    def slowest_check(self, engines: int) -> float:
+        """The check of the slowest engine, about: the lognormal's quantile at Blom's plotting position of the last."""
+        mean, deviation = lognormal(self.check_seconds, self.check_cv)
+        return math.exp(mean + deviation * NormalDist().inv_cdf((engines - 0.375) / (engines + 0.25)))
+
+    def push_seconds(self, engines: int, check_seconds: float | None = None) -> float:
+        """From the trainer's first call to the commit at the next step of the fullest engine."""
+        check = self.slowest_check(engines) if check_seconds is None else check_seconds
+        return self.call_seconds + self.broadcast_seconds(engines) + check + self.token_seconds(self.streams)
+
+    # -- walls
+
+    def walls(self, engines: int) -> dict[str, float]:
+        """Tokens/s that each part would allow if the others took no time."""
+        push, train = self.push_seconds(engines), self.batch_seconds(self.batch_tokens)
+        return {
+            "engines": self.tokens_per_second(engines, engines * self.streams),
+            "lag": self.lag_wall(engines, train * (self.push_every + 1) / 2 + push),
+            "ingress": self.ingress_tokens_per_second,
+            "trainer": self.batch_tokens / train if train else math.inf,
+            "broadcast": self.push_every * self.batch_tokens / push,
+        }
+
+    def wall(self, engines: int) -> tuple[str, float]:
+        """The lowest, and its tokens/s. Trainer and pushes take turns unless they overlap: the longer names it."""
+        walls = self.walls(engines)
+        trainer, broadcast = walls.pop("trainer"), walls.pop("broadcast")
+        longer = "trainer" if trainer <= broadcast else "broadcast"
+        walls[longer] = min(trainer, broadcast) if self.overlap_push else 1 / (1 / trainer + 1 / broadcast)
+        name = min(walls, key=walls.__getitem__)
+        return name, walls[name]
+
+    @property
+    def ingress_tokens_per_second(self) -> float:
+        """What the server processes carry, each one core."""
+        cost = self.server_us_per_token + self.server_us_per_request / (self.n * self.mean_tokens)
+        return self.servers * 1e6 / cost if cost else math.inf
+
+    @property
+    def most_begun(self) -> int:
+        """Answers that may be begun and not yet under pushed weights: what bounds the lag."""
+        return (self.max_lag + 1) * self.push_every * self.prompts_per_step * self.n
+
+    def lag_wall(self, engines: int, after: float) -> float:
+        """Little's law: `most_begun` answers generate, or spend at least `after` seconds in the trainer and a push."""
+
+        def needed(streams: float) -> float:
+            return streams + self.tokens_per_second(engines, streams) / self.mean_tokens * after
+
+        low, high = 0.0, float(engines * self.streams)
+        if needed(high) <= self.most_begun:
+            return self.tokens_per_second(engines, high)
+        for _ in range(100):
+            middle = (low + high) / 2
+            low, high = (middle, high) if needed(middle) <= self.most_begun else (low, middle)
+        return self.tokens_per_second(engines, low)
+
+    def failure_loss(self, engines: int) -> float:
+        """Expected share of an engine's time that failures take: its restarts, and the work that is done again."""
+        if self.mtbf_hours is None:
+            return 0.0
+        streams = min(self.streams, self.most_begun / engines)
+        age = self.mean_tokens * (1 + self.tokens_cv**2) / 2 * self.token_seconds(streams)
+        return min(1.0, (self.restart_seconds + age) / (self.mtbf_hours * 3600 + self.restart_seconds))
+
+
+def lognormal(mean: float, cv: float) -> tuple[float, float]:
+    """Mean and standard deviation of the logarithm, of a lognormal with this mean and deviation over mean."""
+    variance = math.log1p(cv**2)
+    return (math.log(mean) - variance / 2 if mean else -math.inf), math.sqrt(variance)
+
+
+PRESETS: dict[PresetName, dict[str, Any]] = {
+    "smollm2-cpu": {},
+    "8b-gpu": {
+        "streams": 256,
+        "single_tokens_per_second": 130.0,
+        "loaded_tokens_per_second": 10_000.0,
+        "loaded_streams": 256,
+        "mean_tokens": 2000.0,
+        "tokens_cv": 0.8,
+        "prompts_per_step": 512,
+        "n": 16,
+        "train_seconds": 5.0,
+        "train_us_per_token": 2.5,
+        "weight_bytes": 16e9,
+        "topology": "chain",
+        "link_bytes_per_second": 25e9,
+        "hop_seconds": 2e-5,
+        "check_seconds": 0.1,
+        "receive_speed": 0.9,
+        "mtbf_hours": 50_000.0,
+        "restart_seconds": 60.0,
+    },
+}
+"""smollm2-cpu: the defaults. 8b-gpu: all assumed, none measured; docs/scaling.md says where each comes from."""
+
+
+def measured(file: Path) -> dict[str, Any]:
+    """Fields of a Fleet from what `rollout bench load`, `http` or `push` wrote with --json; of loads, the fastest.
+
+    Raises ValueError where the file holds no such figures, OSError where it can't be read.
+    """
+    try:
+        found = _measured(json.loads(file.read_text()))
+    except (ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"{file} isn't what `rollout bench` writes with --json: {error!r}") from None
+    if not found:
+        raise ValueError(f"{file} has no figures of `rollout bench load`, `http` or `push`")
+    return found
+
+
+def _measured(figures: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for load in figures.get("loads", ()):
+        speed, streams = load["servers"][0]["tokens_per_second"]["median"], load["requests"] * load["n"]
+        if streams == 1:
+            found["single_tokens_per_second"] = speed
+        elif speed > found.get("loaded_tokens_per_second", 0.0):
+            found |= {"loaded_tokens_per_second": speed, "loaded_streams": streams}
+    for cost in figures.get("costs", ()):
+        if cost["load"] == "json":
+            found["server_us_per_token"] = cost["server"]["median"]
+    for push in figures.get("pushes", ()):
+        if push["kv_policy"] == "keep":
+            found["weight_bytes"] = push["push_bytes"]
+            found["link_bytes_per_second"] = push["push_bytes"] / push["push_seconds"]
+            found["receive_speed"] = min(1.0, push["throughput_during"] / push["throughput_before"])
+    return found

@@ -1,0 +1,160 @@
+"""`rollout bench --simulate`: the figures of a simulated fleet, and the tables that show them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from rollout.bench.fleet import Fleet
+from rollout.bench.loop import Loop, Totals
+
+DEFAULT_ENGINES = (8, 16, 32, 64, 128, 256, 512, 1024)
+WALLS = ("engines", "lag", "ingress", "trainer", "broadcast")
+
+
+@dataclass(frozen=True)
+class Result:
+    """A fleet's figures over the measured steps. Rates in tokens/s, shares of 1, times in seconds, lags in steps.
+
+    `generated` is sampled by the engines, `trained` reaches the trainer; what lies between was too old (`dropped`, a
+    share of the tokens of finished groups), lost with an engine, or is still open. `engines_busy` is `generated` over
+    what full engines do. `walls`: what each part would allow by itself; `wall`: the lowest, `wall_tokens_per_second`.
+    """
+
+    engines: int
+    generated: float
+    trained: float
+    trainer_busy: float
+    engines_busy: float
+    push_seconds: float
+    receiving: float
+    lag_mean: float
+    lag_p99: int
+    dropped: float
+    failure_loss: float
+    wall: str
+    wall_tokens_per_second: float
+    walls: dict[str, float]
+    totals: Totals
+
+
+def simulate(fleet: Fleet, engines: int, *, steps: int, seed: int) -> Result:
+    """Run to a steady state (as many pushes as the lag allows, and three), then measure `steps` steps.
+
+    Raises ValueError for fewer than one engine or step, and where engines fail too often for a push to get through.
+    """
+    if steps < 1:
+        raise ValueError(f"steps is {steps}, but there must be at least 1")
+    if fleet.mtbf_hours is not None and fleet.push_seconds(engines) * engines > 3 * fleet.mtbf_hours * 3600:
+        raise ValueError(
+            f"mtbf_hours is {fleet.mtbf_hours:g}: one of {engines} engines fails every "
+            f"{fleet.mtbf_hours * 3600 / engines:.3g} s, but a push takes {fleet.push_seconds(engines):.3g} s, so "
+            "hardly any would get through"
+        )
+    loop, warmup = Loop(fleet, engines, seed), (fleet.max_lag + 3) * fleet.push_every
+    loop.run(warmup)
+    before = loop.totals.copy()
+    loop.run(warmup + steps)
+    t = loop.totals.since(before)
+    wall, wall_tokens_per_second = fleet.wall(engines)
+    return Result(
+        engines=engines,
+        generated=t.generated / t.seconds,
+        trained=t.trained / t.seconds,
+        trainer_busy=t.training / t.seconds,
+        engines_busy=t.generated / t.seconds / fleet.tokens_per_second(engines, engines * fleet.streams),
+        push_seconds=t.receiving / t.pushes,
+        receiving=t.receiving / t.seconds,
+        lag_mean=sum(lag * tokens for lag, tokens in t.lags.items()) / t.trained,
+        lag_p99=quantile(t.lags, 0.99),
+        dropped=t.dropped / (t.dropped + t.trained),
+        failure_loss=fleet.failure_loss(engines),
+        wall=wall,
+        wall_tokens_per_second=wall_tokens_per_second,
+        walls=fleet.walls(engines),
+        totals=t,
+    )
+
+
+def quantile(counts: dict[int, float], share: float) -> int:
+    """The smallest value that at least this share of the counts does not exceed."""
+    total, reached = sum(counts.values()), 0.0
+    for value in sorted(counts):
+        reached += counts[value]
+        if reached >= share * total:
+            return value
+    return max(counts)
+
+
+COLUMNS = ("engines", "sampled", "trained", "busy", "trainer", "push", "receive", "lag", "p99", "dropped", "wall")
+CAPTION = (
+    "sampled, trained: tokens/s. busy: of what full engines sample. trainer: its time in steps. push: seconds. "
+    "receive: share of the time in which engines do. lag: mean and 99th percentile over trained tokens, in steps of "
+    "the trainer. dropped: share of finished tokens that were too old. wall: the lowest of the second table's."
+)
+
+
+def cells(result: Result) -> list[str]:
+    """A row of the first table."""
+    return [
+        str(result.engines),
+        f"{result.generated:,.0f}",
+        f"{result.trained:,.0f}",
+        f"{result.engines_busy:.0%}",
+        f"{result.trainer_busy:.0%}",
+        f"{result.push_seconds:.1f}",
+        f"{result.receiving:.0%}",
+        f"{result.lag_mean:.1f}",
+        str(result.lag_p99),
+        f"{result.dropped:.0%}",
+        result.wall,
+    ]
+
+
+def wall_cells(result: Result) -> list[str]:
+    """A row of the second table: tokens/s at which each wall stands."""
+    figures = [result.walls[name] for name in WALLS]
+    return [str(result.engines), *("–" if math.isinf(figure) else f"{figure:,.0f}" for figure in figures)]
+
+
+REMEDIES = {
+    "engines": "more engines",
+    "lag": "larger batches (--prompts-per-step) or a larger --max-lag; more engines would only hold fewer answers each",
+    "ingress": "more server processes (--servers); whole answers rather than events; --tokens-only",
+    "trainer": "a faster trainer (--train-us-per-token); more engines add nothing but old answers",
+    "broadcast": "--topology chain or relays, sparse pushes (--pushed-share), --overlap-push, --push-every",
+}
+"""What moves each wall. docs/scaling.md says what each costs."""
+
+
+def remedies(results: Sequence[Result]) -> list[str]:
+    """A line for each wall that binds somewhere, in the order of the fleets."""
+    return [f"{wall}: {REMEDIES[wall]}" for wall in dict.fromkeys(result.wall for result in results)]
+
+
+def as_json(fleet: Fleet, results: Sequence[Result], **settings: Any) -> dict[str, Any]:
+    """Every assumption and every figure; a wall that there is not is null."""
+    figures = [asdict(result) for result in results]
+    for row in figures:
+        row["walls"] = {name: None if math.isinf(figure) else figure for name, figure in row["walls"].items()}
+        row["totals"]["lags"] = {str(lag): tokens for lag, tokens in sorted(row["totals"]["lags"].items())}
+    return {**settings, "fleet": asdict(fleet), "results": figures}
+
+
+def tables(results: Sequence[Result]) -> list[Table]:
+    """What the fleet does, and where its walls stand."""
+    looks: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "padding": 0}
+    first = Table(title="A simulated fleet in steady state", caption=CAPTION, caption_justify="left", **looks)
+    second = Table(title="Walls: tokens/s that each part would allow by itself", **looks)
+    for table, columns in ((first, COLUMNS), (second, ("engines", *(f"{name} wall" for name in WALLS)))):
+        for column in columns:
+            table.add_column(column, justify="left" if column == "wall" else "right", no_wrap=True)
+    for result in results:
+        first.add_row(*cells(result))
+        second.add_row(*wall_cells(result))
+    return [first, second]

@@ -1,0 +1,275 @@
+"""Several engines that look like one: one address, one version of the weights, no request lost unsaid."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rollout.config import EngineConfig
+from rollout.messages import AddRequest, EngineReady
+from rollout.server.admission import copy_weights, is_between_updates
+from rollout.server.commit import WEIGHT_CALLS, WeightCalls, ask_all
+from rollout.server.engine_client import EngineClient, EngineError, run_engine
+from rollout.server.engine_link import Connect, EngineTarget, processes
+from rollout.server.request_stream import PROMPT_DISCOUNT, RequestStream
+from rollout.server.router import Router
+
+# A rank is admitted between two updates, with the weights that serve then: how long it may take to come to that.
+_ADMISSION_S = 1800.0
+_POLL_S = 0.1
+
+
+class Fleet:
+    """`size` engines of one configuration, with ranks from 0 on. Lives on one event loop.
+
+    Each request goes to one of them (see Router), control calls go to all. A rank that dies is restarted as
+    EngineClient says, and takes part again once it serves the fleet's own weights, received from a living rank. Its
+    requests are begun again on another rank, unless something of them was passed on to the client.
+    `max_queued` bounds the choices in flight beyond those that all engines together can run at once.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        size: int = 1,
+        target: EngineTarget = run_engine,
+        connect: Connect | None = None,
+        stall_timeout_s: float = 300.0,
+        start_timeout_s: float = 600.0,
+        restarts: int = 0,
+    ) -> None:
+        self._connect = connect or processes(target)
+        self._options: dict[str, Any] = {
+            "stall_timeout_s": stall_timeout_s,
+            "start_timeout_s": start_timeout_s,
+            "restarts": restarts,
+        }
+        self._start_timeout_s = start_timeout_s
+        seed = config.seed
+        if size > 1 and seed is None:
+            seed = secrets.randbits(63)  # dummy weights are the same everywhere
+        self._config = replace(config, seed=seed)
+        self._seeds = random.Random(secrets.randbits(64) if seed is None else seed)
+        self._size = size
+        self._router = Router()
+        self._updates = WeightCalls(lambda: self.living)
+        self._paused = False
+        self._leaving: int | None = None
+        self._scaling = asyncio.Lock()
+        self.max_queued: int | None = None
+        self.ranks = [self._client(rank) for rank in range(size)]
+
+    def _client(self, rank: int) -> EngineClient:
+        config = self._config
+        if self._size > 1:
+            if config.num_threads is None and config.device != "cuda":
+                config = replace(config, num_threads=max(1, len(os.sched_getaffinity(0)) // self._size))
+            if config.keep_weight_snapshot is not None:
+                config = replace(config, keep_weight_snapshot=str(Path(config.keep_weight_snapshot) / f"rank-{rank}"))
+        return EngineClient(
+            config,
+            rank=rank,
+            name="The engine" if self._size == 1 else f"Engine {rank}",
+            connect=self._connect,
+            orphan=self._replay,
+            restore=self._restore,
+            **self._options,
+        )
+
+    # -- life
+
+    def start(self) -> None:
+        """Start all engines; returns at once. Needs a running event loop."""
+        for client in self.ranks:
+            client.start()
+
+    async def wait_ready(self, timeout_s: float) -> EngineReady:
+        """The facts of rank 0 once all serve. Raises EngineError where one dies first or takes longer than this."""
+        infos = await asyncio.gather(*(client.wait_ready(timeout_s) for client in self.ranks))
+        for rank, info in enumerate(infos):
+            if info.device.partition(":")[0] != infos[0].device.partition(":")[0]:
+                raise EngineError(
+                    f"Engine {rank} is on {info.device}, engine 0 on {infos[0].device}: --data-parallel-size "
+                    f"{len(infos)} needs as many devices. Lower it, or choose --device cpu."
+                )
+        return infos[0]
+
+    async def stop(self) -> None:
+        """End all engines, and whatever waits for them."""
+        await asyncio.gather(*(client.stop() for client in self.ranks))
+
+    @property
+    def living(self) -> list[EngineClient]:
+        """The ranks that can be talked to: neither dead nor being prepared."""
+        return [client for client in self.ranks if client.error is None]
+
+    @property
+    def info(self) -> EngineReady:
+        """The facts that rank 0 stated."""
+        return self.ranks[0].info
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks of a trainer's group all engines take together."""
+        return sum(client.info.world_size for client in self.living)
+
+    @property
+    def error(self) -> EngineError | None:
+        """Set while there is no engine to talk to."""
+        return None if self.living else self.ranks[0].error
+
+    @property
+    def refusal(self) -> EngineError | None:
+        """Why nothing can be generated now; None where one engine can."""
+        refusals = [client.refusal for client in self.ranks]
+        return None if None in refusals else refusals[0]
+
+    # -- requests
+
+    @property
+    def in_flight(self) -> int:
+        """How many choices run or wait."""
+        return sum(client.in_flight for client in self.ranks)
+
+    def check_room(self, n: int) -> None:
+        """Raise a 503 where a request of `n` choices would be too much."""
+        if self.max_queued is None:
+            return
+        most = self.info.max_num_seqs * len(self.ranks) + self.max_queued
+        if (now := self.in_flight) + n > most:
+            raise EngineError(
+                f"The queue is full: {now} choices run or wait, and with {n} more there would be over "
+                f"{most} (max_num_seqs + --max-queued-requests). Retry later."
+            )
+
+    def submit(self, request: AddRequest, rank: int | None = None) -> RequestStream:
+        """Send a request, to this rank where one is given; use the stream as a context manager.
+
+        Raises EngineError where no engine can serve it.
+        """
+        params = request.sampling_params
+        self.check_room(params.n)
+        if params.seed is None:
+            params.seed = self._seeds.getrandbits(63)  # the same on every rank, and where it is begun again
+        stream = RequestStream(request, pinned=rank is not None)
+        (self._choose(request) if rank is None else self.ranks[rank]).take(stream)
+        return stream
+
+    def _choose(self, request: AddRequest) -> EngineClient:
+        if len(self.ranks) == 1:
+            return self.ranks[0]
+        work = {client.rank: client.work for client in self._sources() if client.rank != self._leaving}
+        if not work:
+            assert self.refusal is not None
+            raise self.refusal
+        params, prompt = request.sampling_params, request.prompt_token_ids
+        own = params.n * (params.max_tokens or 1) + len(prompt) // PROMPT_DISCOUNT
+        return self.ranks[self._router.choose(prompt, request.cache_salt, own, work)]
+
+    def _replay(self, stream: RequestStream, error: EngineError) -> None:
+        """Begin a dead engine's request again on another, or fail it."""
+        self._router.forget(stream.client.rank)
+        if not (stream.pinned or stream.passed_on) and self.refusal is None:
+            try:
+                self._choose(stream.request).take(stream)
+                return
+            except EngineError as late:
+                error = late
+        stream.fail(error)
+
+    def abort(self, request_ids: Collection[str] | None) -> int:
+        """End these requests (all, where None) with finish_reason "abort". Returns how many were in flight."""
+        return sum(client.abort(request_ids) for client in self.living)
+
+    # -- control
+
+    async def call(self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:
+        """The answer of all engines to a control call, as one. Raises EngineError: an engine's own, or a 503 after
+        the timeout."""
+        params = params or {}
+        if self.error is not None:
+            raise self.error
+        if method in ("pause", "resume"):
+            self._paused = method == "pause"
+        if method not in WEIGHT_CALLS:
+            return (await ask_all(self.living, method, params, timeout_s))[0]
+        answer = await self._updates.call(method, params, timeout_s)
+        if method in ("finish_weight_update", "update_weights"):
+            self._router.forget()  # older weights' keys and values are no use to what comes now
+        return answer
+
+    async def stats(self, timeout_s: float) -> dict[int, dict[str, Any]]:
+        """What each living rank has counted."""
+        living = self.living
+        return dict(zip((c.rank for c in living), await ask_all(living, "stats", {}, timeout_s), strict=True))
+
+    # -- ranks that come back, join and leave
+
+    async def _restore(self, client: EngineClient, reason: str) -> EngineError | None:
+        """Bring an engine that has just loaded to what the fleet serves; returns why it can't generate."""
+        async with self._updates.turn:
+            if not self._sources():  # it goes on as a lone engine does, and those that come after it will from it
+                newest = max((other.state for other in self.ranks), key=lambda state: state.epoch)
+                return await client.restore(reason, msgspec.structs.replace(newest, paused=self._paused))
+        deadline = time.monotonic() + _ADMISSION_S
+        copied: int | None = None
+        while (sources := self._sources()) and time.monotonic() < deadline:
+            source = min(sources, key=lambda other: other.work)
+            try:
+                if source.state.epoch != copied:
+                    copied = await copy_weights(source, client)
+                async with self._updates.turn:  # nothing commits or starts meanwhile
+                    if source.state.epoch == copied and await is_between_updates(source):
+                        state = msgspec.structs.replace(source.state, paused=self._paused)
+                        return await client.restore(reason, state, source=source.name)
+            except EngineError:
+                if source.error is None:
+                    raise
+            await asyncio.sleep(_POLL_S)
+        raise EngineError(
+            f"no engine could give {client.name} its weights"
+            if not sources
+            else f"{client.name} was not admitted within {_ADMISSION_S:g} s: the trainer's updates leave no gap"
+        )
+
+    def _sources(self) -> list[EngineClient]:
+        return [client for client in self.ranks if client.refusal is None]
+
+    async def scale(self, size: int, *, drain_timeout_s: float) -> None:
+        """Add engines, which serve once they have the fleet's weights, or take the last ones away.
+
+        One that leaves takes no new requests, and has so many seconds for those that it runs; then they are begun
+        again elsewhere, or fail. A trainer must join again after it. Raises EngineError: 409 while another one runs.
+        """
+        if self._scaling.locked():
+            raise EngineError("the number of engines is being changed already: wait for that", status=409)
+        async with self._scaling:
+            self._size = max(size, self._size)
+            while len(self.ranks) < size:
+                client = self._client(len(self.ranks))
+                await client.join()
+                self.ranks.append(client)
+            while len(self.ranks) > size:
+                await self._leave(self.ranks[-1], drain_timeout_s)
+
+    async def _leave(self, client: EngineClient, drain_timeout_s: float) -> None:
+        self._leaving = client.rank
+        try:
+            deadline = time.monotonic() + drain_timeout_s
+            while client.in_flight and client.error is None and time.monotonic() < deadline:
+                await asyncio.sleep(_POLL_S)
+            async with self._updates.turn:
+                self.ranks.remove(client)
+            await client.stop("it leaves the fleet")
+        finally:
+            self._leaving = None

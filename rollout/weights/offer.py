@@ -1,0 +1,50 @@
+"""The weights that serve, for another engine: it receives them as it would a trainer's."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollout.weights.store import WeightStore
+
+logger = logging.getLogger(__name__)
+
+
+def offer_weights(store: WeightStore, timeout_s: float, *, world_size: int = 2) -> dict[str, Any]:
+    """Broadcast the live parameters, once, to whoever joins a gloo group at the port that is returned.
+
+    Returns at once, with what a receiver announces of them (module names, dtypes, shapes) and their epoch and label;
+    the rest happens on a thread, each wait of it within `timeout_s` seconds. Meanwhile they can't be overwritten, as
+    with a checksum. Raises WeightUpdateError 409 while they are invalid.
+    """
+    with ExitStack() as failing:
+        tensors = failing.enter_context(store.snapshot())
+        limit = timedelta(seconds=timeout_s)
+        rendezvous = dist.TCPStore("localhost", 0, world_size, True, limit, wait_for_workers=False)
+        answer = {
+            "port": rendezvous.port,
+            "names": list(tensors),
+            "dtype_names": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
+            "shapes": [list(t.shape) for t in tensors.values()],
+            "epoch": store.epoch,
+            "version": store.label,
+        }
+        reading = failing.pop_all()
+
+    def send() -> None:
+        try:
+            with reading:
+                group: Any = dist.ProcessGroupGloo(dist.PrefixStore("rollout", rendezvous), 0, world_size, limit)
+                for tensor in tensors.values():
+                    group.broadcast(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8), 0).wait()
+        except RuntimeError as error:
+            logger.warning("the weights were offered to another engine, which did not take them: %s", error)
+
+    threading.Thread(target=send, name="weights-offer", daemon=True).start()
+    return answer
