@@ -3,30 +3,86 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import fake_engine
 import httpx
+import psutil
 import pytest
 import server_harness
 import tiny_models
 import torch
 from engine_utils import prompt, teacher_forced
+from ray import serve as ray_serve
 from ray_lab import RayCluster, ray_cluster
 from server_harness import eventually
 
-from rollout.config import EngineConfig
+import rollout.ray
+from rollout.config import EngineConfig, ServerConfig
 from rollout.demo.server import serve
 from rollout.ray.link import RayEngines
 from rollout.server.engine_client import EngineError, run_engine
 from rollout.server.fleet import Fleet
+from rollout.server.main import listen
 from trainer_bridge.client import RolloutClient, RolloutError
 from trainer_bridge.sender import WeightPushError, WeightSender
 from trainer_bridge.sources import ModuleSource
 
 FLAGS = ["--tokens-only", "--dtype", "float32", "--device", "cpu", "--num-gpu-blocks-override", "256"]
 BACK_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster(nodes=2) as cluster:
+        yield cluster
+
+
+def test_on_a_cluster_that_has_an_owner(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ROLLOUT_API_KEY", "sesame")  # of this process, not of the nodes
+    config = ServerConfig(data_parallel_size=2, tokens_only=True)
+    app = rollout.ray.build(
+        EngineConfig(model=str(tmp_path), device="cpu"),
+        config,
+        target=fake_engine.run_engine,
+        ray_actor_options={"num_cpus": 0},
+    )
+    with listen("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    ray_serve.start(proxy_location="HeadOnly", http_options={"port": port})
+    try:
+        ray_serve.run(app, name="ours", route_prefix="/ours")
+        url = f"http://127.0.0.1:{port}/ours"
+
+        def check_serves() -> None:
+            for path, status in {"/health": 200, "/v1/models": 401}.items():
+                assert httpx.get(url + path).status_code == status
+            with RolloutClient(url, api_key="sesame") as client:
+                assert client.request("GET", "/get_world_size") == {"world_size": 2}
+                assert client.generate([5], {"max_tokens": 3}).choices[0].token_ids == [6, 7, 8]
+
+        check_serves()
+        # Ray starts the replica again where it dies, and the places of its engines are free for the next ones.
+        (replica,) = [p for p in psutil.process_iter(["cmdline"]) if "ray::ServeReplica:ours" in str(p.info["cmdline"])]
+        replica.kill()
+        eventually(lambda: not healthy(url), 30)
+        eventually(lambda: healthy(url), 60)
+        check_serves()
+        ray_serve.delete("ours")
+        eventually(lambda: cluster.placed() == {} and cluster.cpus_taken() == 0)
+    finally:
+        ray_serve.shutdown()
+
+
+def healthy(url: str) -> bool:
+    """Whether it says so within 2 s."""
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(f"{url}/health", timeout=2).status_code == 200
+    return False
 
 
 class Server:
@@ -70,12 +126,6 @@ class Server:
     def wait_for(self, rank: int) -> None:
         """Wait until this rank serves."""
         eventually(lambda: self.generate(rank, prompt(5), max_tokens=1).status_code == 200, BACK_S)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    with ray_cluster(nodes=2) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")

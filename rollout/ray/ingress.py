@@ -26,6 +26,8 @@ LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 # What Serve itself does at the end, after `drain`: ask for the destructor, and wait for it.
 _GRACE_S = 5.0
 _DRAIN_TURN_S = 0.02
+# How soon Serve sees that the replica is gone.
+_HEALTH_S = 2.0
 
 
 class Ingress:
@@ -112,6 +114,7 @@ def build(
         "name": "rollout",
         "num_replicas": 1,
         "max_ongoing_requests": 1_000_000,  # the application has its own bound: --max-queued-requests
+        "health_check_period_s": _HEALTH_S,
         "graceful_shutdown_timeout_s": _GRACE_S,
         "graceful_shutdown_wait_loop_s": 0.1,
         "max_constructor_retry_count": 1,

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.ray.ingress import LOGGING, build
-from rollout.server.engine_client import run_engine
+from rollout.server.engine_client import EngineError, run_engine
 from rollout.server.engine_link import EngineTarget
 from rollout.server.main import listen
 
@@ -137,7 +137,7 @@ def _serve(engine_config: EngineConfig, config: ServerConfig, target: EngineTarg
 def _reason(error: Exception) -> str:
     """Why no engine started: the last line of a traceback of the replica, which Serve has as text only."""
     with contextlib.suppress(RayError, KeyError):
-        error_text = ray_serve.status().applications[_NAME].deployments["rollout"].message
-        if found := re.findall(r"EngineError: (.*)", error_text):
-            return str(found[-1])
+        text = ray_serve.status().applications[_NAME].deployments["rollout"].message
+        if found := re.findall(r"^[\w.]*(?:Error|Exception): .*$", text, re.MULTILINE):
+            return str(found[-1]).removeprefix(f"{EngineError.__module__}.EngineError: ")
     return str(error)
