@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
@@ -47,8 +48,11 @@ class RayCluster:
         }
 
     def remove_node_of(self, rank: int) -> None:
-        """Kill everything on the node of this rank, without notice."""
+        """Kill everything on the node of this rank at once, the engine as well."""
         (node,) = [node for node in self._cluster.worker_nodes if node.node_id == self.placed()[rank]]
+        for raylet in node.all_processes["raylet"]:
+            for process in psutil.Process(raylet.process.pid).children(recursive=True):
+                process.kill()
         self._cluster.remove_node(node, allow_graceful=False)
 
     def cpus_taken(self) -> int:
