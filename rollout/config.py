@@ -72,7 +72,7 @@ class EngineConfig:
         return self.kv_policy or ("recompute" if self.batch_invariant else "keep")
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "num_threads"):
@@ -88,6 +88,13 @@ class EngineConfig:
             raise ValueError(f"weight_update_timeout_s must be positive, got {self.weight_update_timeout_s}")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        for flag, given, why in (
+            ("batch_invariant", self.batch_invariant, "a sum over the ranks has another order than one rank's"),
+            ("weight_staging in_place", self.weight_staging == "in_place", "a rank could be left half written"),
+            ("keep_weight_snapshot", self.keep_weight_snapshot is not None, "a rank holds no whole parameters"),
+        ):
+            if given and self.tensor_parallel_size > 1:
+                raise ValueError(f"{flag} can't be had with tensor_parallel_size {self.tensor_parallel_size}: {why}")
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def test_the_command_measures_both_policies(tmp_path: Path) -> None:
     path = tiny_models.build("llama", tmp_path / "model")
     flags = ["--tokens-only", "--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--max-num-seqs", "4"]
     with serve(path, tmp_path / "log", *flags) as url:
-        options = ["--url", url, "--streams", "2", "--prompt-len", "8", "--seconds", "0.3"]
+        options = ["--url", url, "--streams", "1", "--n", "2", "--prompt-len", "8", "--seconds", "0.3"]
         ran = CliRunner().invoke(bench, ["push", "--model", str(path), *options, "--json", str(tmp_path / "json")])
         assert ran.exit_code == 0, ran.output
     results = json.loads(ran.output[ran.output.index("[\n") :])

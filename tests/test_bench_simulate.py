@@ -26,7 +26,7 @@ from rollout.bench.loop import Loop
 from rollout.bench.measure import Comparison, Round, Spread
 from rollout.bench.measure import Result as Measured
 from rollout.bench.push import Result as Push
-from rollout.bench.routing import routing_cost
+from rollout.bench.routing import fleet_cost, routing_cost
 from rollout.bench.simulate import cells, simulate, wall_cells
 
 DOCS = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text()
@@ -434,6 +434,14 @@ def test_routing_is_charged_by_request_and_token(monkeypatch: pytest.MonkeyPatch
     assert routing_cost(choose, prompts, ranks=2, tokens_per_request=10).per_token is None
     with pytest.raises(ValueError, match="chose rank 1, but there are 1"):
         routing_cost(choose, prompts, ranks=1, tokens_per_request=1)
+
+
+def test_the_server_routes_a_load_at_a_cost_that_is_told() -> None:
+    cost = fleet_cost(LOADS["singles"], 3, 0, 100, 1)
+    assert cost.ranks == 3
+    assert cost.per_token is not None
+    assert 0 < cost.per_token.median < cost.per_request.median
+    assert cost.per_output_token == pytest.approx(cost.per_request.median / 128 + cost.per_token.median)
 
 
 # -- the page

@@ -6,15 +6,18 @@ import itertools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import fake_engine
 import httpx
 import pytest
+import spoiled_engine
 import tiny_models
 from engine_utils import prompt
 from fleet_lab import FleetServer, RankKiller, check_greedy, fleet
 from server_harness import RunningServer, eventually, running_server
 
+from rollout.config import ServerConfig
 from trainer_bridge.client import Choice, RolloutClient, RolloutError
 from trainer_bridge.sender import WeightPushError, WeightSender
 
@@ -148,7 +151,13 @@ def test_a_rank_killed_mid_push(server: FleetServer, serving: tuple[int, int, st
         server.wait_whole(0)
         server.check_serves(*serving)
         assert sender.push("fifty").epoch == serving[1] + 1
-    server.check_serves(50, serving[1] + 1, "fifty")
+        server.check_serves(50, serving[1] + 1, "fifty")
+        # A push to those that are left, while one is away, is what that one comes back with.
+        server.kill(1)
+        eventually(lambda: len(server.ranks()) == 1)
+        assert sender.push("alone").epoch == serving[1] + 2
+        server.wait_whole(1)
+    server.check_serves(50, serving[1] + 2, "alone")
 
 
 def test_a_sender_joins_again_after_a_rank_came_back(server: FleetServer) -> None:
@@ -217,6 +226,55 @@ def test_engines_join_and_leave_while_it_serves(server: FleetServer, serving: tu
     assert {a.finish_reason for a in answers} == {"length"}
     assert push(server, 90, "ninety") == serving[1] + 1
     server.check_serves(90, serving[1] + 1, "ninety")
+
+
+def test_engines_of_two_processes_each(tmp_path: Path) -> None:
+    with fleet(tmp_path, "--tensor-parallel-size", "2") as server:
+        assert server.client.request("GET", "/get_world_size") == {"world_size": 4}
+        assert server.client.request("GET", "/get_world_size?include_dp=false") == {"world_size": 2}
+        with WeightSender.connect(server.client, tiny_models.model("llama", 1), timeout_s=60) as sender:
+            assert sender.push("one").epoch == 1
+            server.check_serves(1, 1, "one")
+            sums = server.client.post("/weight_checker", {"action": "checksum"})
+            server.kill(1)
+            server.wait_whole(1)
+            server.check_serves(1, 1, "one")
+            assert server.client.post("/weight_checker", {"action": "compare", "baseline": sums["checksums"]})["match"]
+            assert sender.push("two").epoch == 2
+        server.check_serves(1, 2, "two")
+
+
+# -- with an engine that fails when it must not
+
+
+def test_all_commit_or_none_and_who_fails_alone_comes_back(tmp_path: Path) -> None:
+    path = tiny_models.build("llama", tmp_path / "model")
+    options = {"dtype": "float32", "device": "cpu", "num_threads": 1, "restarts": 2}
+    config = ServerConfig(served_model_name="smol", enable_scale_out=True, skip_tokenizer_init=True)
+    with (
+        running_server(config, model=str(path), target=spoiled_engine.run_engine, size=2, **options) as server,
+        RolloutClient(server.url, timeout_s=60) as client,
+    ):
+        running = FleetServer.__new__(FleetServer)
+        running.path, running.client, running.size = path, client, 2
+        push(running, 1, "one")
+        running.check_serves(1, 1, "one")
+        with pytest.raises(WeightPushError, match="engine 1: spoiled"):
+            push(running, 2, spoiled_engine.REFUSE_CHECK)
+        running.check_serves(1, 1, "one")
+        assert server.engine.ranks[1].restarts == 0
+        push(running, 3, spoiled_engine.REFUSE_COMMIT)
+        eventually(lambda: len(running.ranks()) == 2 and server.engine.ranks[1].restarts == 1, 120)
+        running.check_serves(3, 2, spoiled_engine.REFUSE_COMMIT)
+        # A whole update in one call is one for all, too.
+        folder = tiny_models.build("llama", tmp_path / "next", seed=4)
+        assert client.post("/update_weights", {"weight_dir": str(folder)}) == {"status": "ok"}
+        running.check_serves(4, 3, spoiled_engine.REFUSE_COMMIT)
+        assert {r["state"] for r in running.ranks()} == {"committed"}
+        # A group that is too small for all is refused before anybody joins it.
+        info = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2}
+        with pytest.raises(RolloutError, match=r"world_size 2 leaves 1 .* this server takes 2"):
+            client.post("/init_weight_transfer_engine", {"init_info": info})
 
 
 # -- with engines that sample by a rule

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer_bridge.baseline import Baseline, digested
-from trainer_bridge.control import Endpoint, ServerControl, WeightPushError, in_thread, on_all, result
+from trainer_bridge.control import Endpoint, RefusedError, ServerControl, WeightPushError, in_thread, on_all, result
 from trainer_bridge.folder import PushFolder
 from trainer_bridge.group import Backend, TrainerGroup, buffers, packed_groups
 from trainer_bridge.sources import ModuleSource, StateDictSource, TensorInfo, WeightSource
@@ -280,14 +280,17 @@ class WeightSender:
         try:
             if not self._joined:
                 self._join()
-            infos = on_all(self._servers, lambda _, s: s.call("GET", "/weight_info"))
-            if any(info.get("transfer") == "stale" for info in infos):  # its engines are other ones than those met
-                self._drop_group()
-                self._join()
-            epochs = [int(info["epoch"]) for info in infos]
+            epochs = self._meet()
             load = load_for(epochs)
             base = [{"base_epoch": epoch} if load.sparse else {} for epoch in epochs]
-            on_all(self._servers, lambda i, s: s.start(start | base[i]))
+            try:
+                on_all(self._servers, lambda i, s: s.start(start | base[i]))
+            except RefusedError:
+                on_all(self._servers, lambda _, s: s.abort_quietly())
+                if not self._is_stale():
+                    raise
+                self._meet()  # an engine has come back just now
+                on_all(self._servers, lambda i, s: s.start(start | base[i]))
             self._transfer(load)
             infos = self._finish(version, epochs, load.checksums)
         except BaseException as error:
@@ -301,6 +304,19 @@ class WeightSender:
             self._baseline.epochs = epochs
         nbytes = sum(i.nbytes for i in load.infos) if load.infos else int(infos[0]["bytes"])
         return PushResult(infos[0]["weight_version"], tuple(epochs), nbytes, time.monotonic() - began, load.saved)
+
+    def _meet(self) -> list[int]:
+        """Join the servers again where their engines are other ones than those met; each one's epoch."""
+        if self._is_stale():
+            self._drop_group()
+            self._join()
+        return [int(info["epoch"]) for info in self._infos()]
+
+    def _infos(self) -> list[dict[str, Any]]:
+        return on_all(self._servers, lambda _, s: s.call("GET", "/weight_info"))
+
+    def _is_stale(self) -> bool:
+        return any(info.get("transfer") == "stale" for info in self._infos())
 
     def _load(self, infos: list[TensorInfo], tensors: Iterator[torch.Tensor], verify: bool, epochs: list[int]) -> _Load:
         """What to send to servers of these epochs: the changes if that is asked for, possible and worth it, or all."""

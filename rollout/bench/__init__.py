@@ -60,6 +60,7 @@ VocabOption = Annotated[
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file, too.")]
 ModelOption = Annotated[Path, typer.Option(help="The transformers folder whose weights are pushed.")]
 StreamsOption = Annotated[int, typer.Option(min=1, help="Requests that are open during the push.")]
+SamplesOption = Annotated[int, typer.Option("--n", min=1, help="Choices of each of them.")]
 PromptOption = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
 SecondsOption = Annotated[float, typer.Option(min=0.1, help="How long to measure before the push.")]
 ModelArgument = Annotated[Path, typer.Argument(help="A transformers folder.")]
@@ -185,10 +186,10 @@ def http(
     vocab_size: VocabOption = None,
     json_file: JsonOption = None,
 ) -> None:
-    """CPU time a token of the server process at 64 streams, whole answers and events, beside a bare engine's."""
+    """CPU time a token of the server process at 64 streams, beside a bare engine's; and of its routing to several."""
     from rich.console import Console
 
-    from rollout.bench import report
+    from rollout.bench import report, routing
     from rollout.bench.http_cost import LOAD_NAMES, bare_engine, measure, table
     from rollout.bench.loads import LOADS
     from rollout.bench.process import rollout_command, split_command
@@ -200,8 +201,11 @@ def http(
         with progress(console, answers=total) as (advance,):
             costs = measure(parts, rounds, seed, vocab_size, advance)
         bare = None if command else bare_engine(model, flags or (), rounds, seed)
+        load, size = LOADS["singles"], vocab_size or 32768
+        routes = [routing.fleet_cost(load, ranks, seed, size, rounds) for ranks in routing.RANKS]
     console.print(table(costs, bare))
-    report.save(json_file, {"command": parts, "costs": costs, "bare_engine": bare})
+    console.print(routing.table(routes))
+    report.save(json_file, {"command": parts, "costs": costs, "bare_engine": bare, "routing": routes})
 
 
 @bench.command()
@@ -300,6 +304,7 @@ def push(
     url: UrlOption = "http://127.0.0.1:8000",
     api_key: KeyOption = None,
     streams: StreamsOption = 4,
+    n: SamplesOption = 1,
     prompt_len: PromptOption = 64,
     seconds: SecondsOption = 5.0,
     json_file: JsonOption = None,
@@ -311,7 +316,7 @@ def push(
     from rollout.bench.push import run
 
     console = Console()
-    pushes = run(url, api_key, model, streams=streams, prompt_len=prompt_len, seconds=seconds, console=console)
+    pushes = run(url, api_key, model, streams=streams, n=n, prompt_len=prompt_len, seconds=seconds, console=console)
     report.save(json_file, {"pushes": pushes})
 
 

@@ -31,7 +31,7 @@ _LONGEST_WAIT_S = 120.0
 _AFTER = 4  # events of each stream after the push, so that the gap of the commit is over
 
 Arrivals = list[tuple[float, int]]
-"""(time in seconds, tokens) of each event of a stream."""
+"""(time in seconds, tokens) of each event of a choice."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class Result:
 
 
 class Stream:
-    """A request that generates until it is aborted, read on a thread of its own."""
+    """A request of `n` choices that generates until it is aborted, read on a thread of its own."""
 
-    def __init__(self, client: RolloutClient, prompt: list[int]) -> None:
-        self.arrivals: Arrivals = []
+    def __init__(self, client: RolloutClient, prompt: list[int], n: int) -> None:
+        self.choices: list[Arrivals] = [[] for _ in range(n)]
         self.request_id: str | None = None
         self.error: Exception | None = None
-        self._events = client.stream(prompt, {"ignore_eos": True})
+        self._events = client.stream(prompt, {"ignore_eos": True}, n=n)
         self.thread = threading.Thread(target=self._read, daemon=True)
         self.thread.start()
 
@@ -65,14 +65,17 @@ class Stream:
         try:
             for event in self._events:
                 self.request_id = event.request_id
-                self.arrivals.append((time.monotonic(), sum(len(choice.token_ids) for choice in event.choices)))
+                for choice in event.choices:
+                    self.choices[choice.index].append((time.monotonic(), len(choice.token_ids)))
         except Exception as error:
             self.error = error
 
     def wait_for(self, events: int) -> None:
-        """Return once so many more events have come. Raises RuntimeError where the stream ends or stalls first."""
-        wanted, deadline = len(self.arrivals) + events, time.monotonic() + _LONGEST_WAIT_S
-        while len(self.arrivals) < wanted:
+        """Return once so many more events of each choice have come. Raises RuntimeError where the stream ends or stalls
+        first."""
+        wanted = [len(arrivals) + events for arrivals in self.choices]
+        deadline = time.monotonic() + _LONGEST_WAIT_S
+        while any(len(arrivals) < count for arrivals, count in zip(self.choices, wanted, strict=True)):
             if not self.thread.is_alive():
                 raise RuntimeError(f"a stream ended too early ({self.error}): serve with a larger --max-model-len")
             if time.monotonic() > deadline:
@@ -81,7 +84,7 @@ class Stream:
 
 
 def summarize(
-    streams: Sequence[Arrivals], opened: float, began: float, ended: float
+    choices: Sequence[Arrivals], opened: float, began: float, ended: float
 ) -> tuple[float, float, float, float]:
     """Median gap in [opened, began), longest gap that reaches into [began, …), and tokens/s of [opened, began) and
     [began, ended)."""
@@ -91,19 +94,19 @@ def summarize(
         return list(itertools.pairwise(times))
 
     def throughput(start: float, end: float) -> float:
-        return sum(count for arrivals in streams for when, count in arrivals if start <= when < end) / (end - start)
+        return sum(count for arrivals in choices for when, count in arrivals if start <= when < end) / (end - start)
 
-    every = [gap for arrivals in streams for gap in gaps(arrivals)]
+    every = [gap for arrivals in choices for gap in gaps(arrivals)]
     median = statistics.median(b - a for a, b in every if opened <= a and b < began)
     longest = max(b - a for a, b in every if b >= began)
     return median, longest, throughput(opened, began), throughput(began, ended)
 
 
 def measure(
-    client: RolloutClient, sender: WeightSender, policy: KVPolicy, prompts: list[list[int]], seconds: float
+    client: RolloutClient, sender: WeightSender, policy: KVPolicy, prompts: list[list[int]], n: int, seconds: float
 ) -> Result:
     """Open the streams, let them run for `seconds`, push, let them run on a little, and end them."""
-    streams = [Stream(client, prompt) for prompt in prompts]
+    streams = [Stream(client, prompt, n) for prompt in prompts]
     try:
         for stream in streams:
             stream.wait_for(3)
@@ -120,7 +123,8 @@ def measure(
         client.abort([stream.request_id for stream in streams if stream.request_id])
         for stream in streams:
             stream.thread.join(_LONGEST_WAIT_S)
-    median, longest, before, during = summarize([stream.arrivals for stream in streams], opened, began, ended)
+    choices = [arrivals for stream in streams for arrivals in stream.choices]
+    median, longest, before, during = summarize(choices, opened, began, ended)
     bound = 3 * median + (ended - began) / 10
     commit_seconds = client.weight_info().get("commit_seconds")
     return Result(
@@ -134,6 +138,7 @@ def run(
     model_path: Path,
     *,
     streams: int,
+    n: int,
     prompt_len: int,
     seconds: float,
     console: Console,
@@ -146,7 +151,7 @@ def run(
         prompts = [draw.choices(range(model.config.vocab_size), k=prompt_len) for _ in range(streams)]
         with WeightSender.connect(client, model) as sender:
             sender.push("bench")  # the first one makes the server allocate its second set
-            results = [measure(client, sender, policy, prompts, seconds) for policy in POLICIES]
+            results = [measure(client, sender, policy, prompts, n, seconds) for policy in POLICIES]
     console.print(_table(results))
     console.print_json(data=[dataclasses.asdict(result) for result in results])
     return results
@@ -163,6 +168,7 @@ def _table(results: list[Result]) -> Table:
         ("within that", lambda r: "yes" if r.within_bound else "no"),
         ("throughput before", lambda r: f"{r.throughput_before:.1f} tokens/s"),
         ("throughput during", lambda r: f"{r.throughput_during:.1f} tokens/s"),
+        ("during / before", lambda r: f"{r.throughput_during / r.throughput_before:.2f}"),
     ]
     for name, text in rows:
         table.add_row(name, *(text(result) for result in results))

@@ -1,4 +1,4 @@
-"""What choosing an engine costs the server process, in CPU time a request and a token. No server is needed."""
+"""What choosing among engines costs the server process, in CPU time a request and a token. No engine is needed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,17 @@ from typing import Any
 
 from rich.table import Table
 
+from rollout.bench.loads import Load
 from rollout.bench.measure import Spread
 from rollout.bench.report import spread
+from rollout.config import EngineConfig
+from rollout.messages import AddRequest
+from rollout.outputs import TokenOutput
+from rollout.sampling_params import SamplingParams
+from rollout.server.fleet import Fleet
+from rollout.server.request_stream import RequestStream
+
+RANKS = (2, 8, 64)
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,26 @@ def routing_cost(
         per_token = measure(took_token, tokens, rounds)
         total += per_token.median
     return RoutingCost(ranks, per_request, per_token, total)
+
+
+def fleet_cost(load: Load, ranks: int, seed: int, vocab_size: int, rounds: int) -> RoutingCost:
+    """The server's own router under the requests of a load, and its account of the work left."""
+    fleet = Fleet(EngineConfig(), size=ranks)
+    params = SamplingParams(n=load.n, max_tokens=load.max_tokens)
+    endless = AddRequest(request_id="", prompt_token_ids=[0], sampling_params=SamplingParams(max_tokens=1 << 62))
+    streams = [RequestStream(endless) for _ in fleet.ranks]
+    for stream, client in zip(streams, fleet.ranks, strict=True):
+        stream.begin(client, "")
+    token = TokenOutput("", 0, token_id=0)
+
+    def choose(prompt: list[int]) -> int:
+        return fleet.choose(AddRequest(request_id="", prompt_token_ids=prompt, sampling_params=params)).rank
+
+    def take(rank: int) -> None:
+        fleet.ranks[rank].work -= streams[rank].put(token)
+
+    prompts, tokens = load.prompts(seed, 0, vocab_size), load.n * load.max_tokens
+    return routing_cost(choose, prompts, ranks=ranks, tokens_per_request=tokens, took_token=take, rounds=rounds)
 
 
 def table(costs: Sequence[RoutingCost]) -> Table:

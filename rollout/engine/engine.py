@@ -7,6 +7,8 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -24,32 +26,50 @@ from rollout.weights.session import WeightUpdater
 from rollout.weights.snapshot import SnapshotKeeper, resume
 from rollout.weights.store import WeightStore
 
+if TYPE_CHECKING:
+    from rollout.parallel.team import Team
+
 
 class Engine:
-    """One model on one device, with its scheduler, cache, sampler and weights.
+    """One model, with its scheduler, cache, sampler and weights; on one device, or leading a team of them.
 
-    Not thread-safe: one thread calls it. `wake` is called, on any thread, when weights are ready while it may be idle.
+    Not thread-safe: one thread calls it. `wake` is called, on any thread, when weights are ready while it may be idle;
+    `died`, where a lost rank of the team has left that thread stuck.
     `staleness` counts the tokens of choices that have ended by how many epochs their weights were behind then;
     `commit_seconds` is how long the last commit kept a step from starting; `restarted` says, in an engine that took
     over from one that died, what it goes on with.
     """
 
-    def __init__(self, config: EngineConfig, wake: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, config: EngineConfig, wake: Callable[[], None] = lambda: None, died: Callable[[str], None] | None = None
+    ) -> None:
         self.config = config
-        self.runner = ModelRunner(config)
+        self.runner: ModelRunner
+        self.team: Team | None = None
+        updater: Callable[..., WeightUpdater] = WeightUpdater
+        if config.tensor_parallel_size > 1:
+            from rollout.parallel.team import load_team
+            from rollout.parallel.updater import TeamUpdater
+
+            self.team, self.runner = load_team(config, wake, died)
+            updater = partial(TeamUpdater, self.team)
+        else:
+            self.runner = ModelRunner(config)
         self.staleness: Counter[int] = Counter()
         self.commit_seconds: float | None = None
+        self.paused = False
         self.store = WeightStore(
             self.runner.model,
             allow_partial=config.allow_partial_updates,
             weight_staging=config.weight_staging,
             prepare=self.runner.packed.pack,
+            mesh=None if self.team is None else self.team.mesh,
         )
         self.restarted: str | None = None
         self.snapshots = (
             None if config.keep_weight_snapshot is None else SnapshotKeeper(self.store, config.keep_weight_snapshot)
         )
-        self.weights = WeightUpdater(
+        self.weights = updater(
             self.store,
             timeout_s=config.weight_update_timeout_s,
             device=self.runner.device,
@@ -72,10 +92,15 @@ class Engine:
             by_priority=config.scheduling_policy == "priority",
         )
         self.sampler = Sampler(config.logprobs_mode)
-        self.paused = False
         self._eos = self.runner.eos_token_ids
         self._seeds = random.Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._arrivals = 0
+
+    def close(self) -> None:
+        """Abort an update under way, leave the trainer's group, and end the team's other processes."""
+        self.weights.close()
+        if self.team is not None:
+            self.team.close()
 
     # -- requests
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -54,7 +55,7 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
     try:
         inbox = context.socket(zmq.PULL)
         inbox.connect(to_engine)
-        EngineProcess(config, inbox, outbox).serve()
+        EngineProcess(config, inbox, outbox, partial(_end, context, from_engine)).serve()
     except Exception as error:
         logger.exception("the engine ends")
         outbox.send(_encode(EngineDied(f"{type(error).__name__}: {error}")))
@@ -75,13 +76,29 @@ def _die_with_parent(parent: int) -> None:
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
+def _end(context: zmq.Context[zmq.Socket[bytes]], from_engine: str, reason: str) -> None:
+    """Say why and exit, on any thread: the engine's own is stuck."""
+    outbox = context.socket(zmq.PUSH)
+    outbox.connect(from_engine)
+    outbox.send(_encode(EngineDied(reason)))
+    outbox.close(linger=2000)
+    time.sleep(1)
+    os._exit(1)
+
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class EngineProcess:
     """The loop around an Engine: answer what has come in, run a step, send what it produced."""
 
-    def __init__(self, config: EngineConfig, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        inbox: zmq.Socket[bytes],
+        outbox: zmq.Socket[bytes],
+        died: Callable[[str], None] | None = None,
+    ) -> None:
         self.inbox, self.outbox = inbox, outbox
         self._decode = msgspec.msgpack.Decoder(ToEngine).decode
         self._draining: list[int] = []
@@ -95,7 +112,7 @@ class EngineProcess:
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
-        self.engine = Engine(config, self.wake)
+        self.engine = Engine(config, self.wake, died)
         self._told = self._state()  # the server takes it for granted of an engine that has just started
 
     def serve(self) -> None:
@@ -114,6 +131,7 @@ class EngineProcess:
                 seconds=runner.seconds,
                 eos_token_ids=runner.eos_token_ids,
                 routing=runner.routing.shape if runner.routing is not None else None,
+                world_size=config.tensor_parallel_size,
             )
         )
         while True:
@@ -214,7 +232,8 @@ class EngineProcess:
     def _call_offer_weights(self, call: Call) -> dict[str, Any] | None:
         """Send what serves to another engine of the fleet."""
         try:
-            return offer_weights(self.engine.store, float(call.params["timeout_s"]))
+            with self.engine.weights.gathering():
+                return offer_weights(self.engine.store, **call.params)
         except WeightUpdateError as error:
             self._send(Reply(call.call_id, error=CallError(error.status, str(error))))
             return None

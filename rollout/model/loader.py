@@ -64,12 +64,11 @@ def resolve_dtype(config: EngineConfig, model_config: PretrainedConfig, device: 
     return dtype
 
 
-def load_model(config: EngineConfig) -> PreTrainedModel:
-    """The model in evaluation mode, on its device, without gradients; `plug_in_attention` replaces its attention.
+def read_config(config: EngineConfig) -> tuple[str, PretrainedConfig, dict[str, Any]]:
+    """The path to load from, the model's configuration, and what loading a .gguf file takes beside them.
 
     Raises ValueError where the path holds no model, and what transformers raises for a model that it doesn't know.
     """
-    device = resolve_device(config)
     path, kwargs = config.model, dict[str, Any]()
     if path.endswith(".gguf"):
         from transformers import GgufConfig
@@ -81,7 +80,21 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
         if Path(path).exists() and not (Path(path) / "config.json").exists():
             raise ValueError(f"{path} holds no config.json: MODEL is a transformers folder, a .gguf file or a hub id")
         model_config = AutoConfig.from_pretrained(path)
+    return path, model_config, kwargs
+
+
+def load_model(config: EngineConfig) -> PreTrainedModel:
+    """The model in evaluation mode, on its device, without gradients; `plug_in_attention` replaces its attention.
+
+    Raises as `read_config` does.
+    """
+    device = resolve_device(config)
+    path, model_config, kwargs = read_config(config)
     dtype = resolve_dtype(config, model_config, device)
+    if config.tensor_parallel_size > 1:
+        from rollout.model.parallel import load_share
+
+        return load_share(config, path, model_config, dtype).eval().requires_grad_(False)
     if config.load_format == "dummy":
         torch.manual_seed(config.seed or 0)
         with torch.device(device):
@@ -185,16 +198,16 @@ def _in_chunks(model: PreTrainedModel, backend: AttentionBackend, sequences: lis
 @contextmanager
 def _in_float32(model: PreTrainedModel) -> Iterator[None]:
     """Compute with float32 copies of the parameters, if they aren't too large."""
-    parameters = list(model.parameters())
-    saved = [parameter.data for parameter in parameters]
-    if 4 * sum(parameter.numel() for parameter in parameters) <= CHECKED_BYTES:
-        for parameter in parameters:
-            parameter.data = parameter.data.float()
+    holders = [(m._parameters, name) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+    saved = [held[name] for held, name in holders]
+    if 4 * sum(parameter.numel() for parameter in model.parameters()) <= CHECKED_BYTES:
+        for held, name in holders:
+            held[name] = torch.nn.Parameter(held[name].float(), requires_grad=False)  # type: ignore[union-attr]
     try:
         yield
     finally:
-        for parameter, data in zip(parameters, saved, strict=True):
-            parameter.data = data
+        for (held, name), parameter in zip(holders, saved, strict=True):
+            held[name] = parameter
 
 
 @contextmanager

@@ -23,7 +23,12 @@ PANEL = 64
 
 def serves_linear(layer: object) -> bool:
     """Whether `PackedWeight` can stand for this module."""
-    if type(layer) is not nn.Linear or layer.weight.device.type != "cpu" or layer.weight.dtype is not torch.bfloat16:
+    if (
+        type(layer) is not nn.Linear
+        or type(layer.weight) is not nn.Parameter
+        or layer.weight.device.type != "cpu"
+        or layer.weight.dtype is not torch.bfloat16
+    ):
         return False
     kernels = library()
     return layer.in_features % 2 == 0 and kernels is not None and bool(kernels.multiplies_bf16())

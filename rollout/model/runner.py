@@ -49,6 +49,10 @@ class ModelRunner:
         if limit and self.max_model_len > limit:
             raise ValueError(f"max_model_len ({self.max_model_len}) exceeds the model's own limit of {limit} positions")
         self.num_blocks = self._num_blocks(shapes)
+        if config.tensor_parallel_size > 1:
+            from rollout.model.parallel import least
+
+            self.num_blocks = least(self.num_blocks, self.device)
         capacity = (self.num_blocks - 1) * config.block_size
         if capacity < self.max_model_len:
             raise ValueError(
@@ -95,7 +99,11 @@ class ModelRunner:
             budget = config.kv_cache_memory_bytes
         elif self.device.type == "cuda":
             free, total = torch.cuda.mem_get_info(self.device)
-            staging = sum(p.numel() * p.element_size() for p in self.model.parameters())
+            wholes = list(self.model.parameters())
+            held = [getattr(whole, "_local_tensor", whole) for whole in wholes]  # this rank's share of it
+            staging = sum(p.numel() * p.element_size() for p in held)
+            if config.tensor_parallel_size > 1:  # a whole parameter arrives before it is cut
+                free -= max(p.numel() * p.element_size() for p in wholes)
             reserve = staging * (config.weight_staging == "full") + total * (1 - config.gpu_memory_utilization)
             budget = int(free - reserve - (1 << 30))
         else:
@@ -125,7 +133,8 @@ class ModelRunner:
         )
 
     def _decode_graphs(self) -> DecodeGraphs | None:
-        if self.device.type != "cuda" or self.config.enforce_eager or isinstance(self.backend, TorchAttention):
+        eager = self.config.enforce_eager or self.config.tensor_parallel_size > 1
+        if self.device.type != "cuda" or eager or isinstance(self.backend, TorchAttention):
             return None
         return DecodeGraphs(self._model, self.backend, self.config.max_num_seqs, CudaGraphs(self.device))
 

@@ -17,15 +17,15 @@ async def copy_weights(source: EngineClient, client: EngineClient) -> int:
 
     It is an update like any other, with `source` for its trainer. Raises EngineError.
     """
-    offer = await source.ask("offer_weights", {"timeout_s": _STALL_S}, timeout_s=_CALL_S)
+    size = {"world_size": 1 + client.info.world_size}
+    offer = await source.ask("offer_weights", {"timeout_s": _STALL_S} | size, timeout_s=_CALL_S)
     init = {
         "backend": "gloo",
         "master_address": source.address,
         "master_port": offer["port"],
-        "world_size": 1 + client.info.world_size,
         "timeout_s": _STALL_S,
         "force": True,
-    }
+    } | size
     named = {key: offer[key] for key in ("names", "dtype_names", "shapes")}
 
     async def tell(method: str, params: dict[str, Any]) -> None:

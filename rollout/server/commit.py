@@ -167,7 +167,7 @@ class WeightCalls:
 async def _together(
     ranks: list[EngineClient], method: str, bodies: list[Body], timeout_s: float, *, undo: str
 ) -> list[Body]:
-    """The answers of all. Where one fails, the others are told to `undo` it, and its EngineError is raised."""
+    """The answers of all. Where only some fail, all are told to `undo` it. Raises the first failure."""
     asked = [rank.ask(method, body, timeout_s=timeout_s) for rank, body in zip(ranks, bodies, strict=True)]
     tasks = [asyncio.ensure_future(answer) for answer in asked]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -175,9 +175,9 @@ async def _together(
     failed = [task for task in tasks if task not in late and task.exception() is not None]
     if not failed:
         return await asyncio.gather(*tasks)
-    others = [rank for rank, task in zip(ranks, tasks, strict=True) if task not in failed and rank.error is None]
-    undone = [rank.ask(undo, timeout_s=_UNDO_S) for rank in others]
-    await asyncio.gather(*undone, return_exceptions=True)
+    if len(failed) < len(ranks):  # else it came out of order, and leaves what is under way alone
+        undone = [rank.ask(undo, timeout_s=_UNDO_S) for rank in ranks if rank.error is None]
+        await asyncio.gather(*undone, return_exceptions=True)
     for task in late:
         task.cancel()
     failure = failed[0].exception()

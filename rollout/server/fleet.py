@@ -162,10 +162,11 @@ class Fleet:
         if params.seed is None:
             params.seed = self._seeds.getrandbits(63)  # the same on every rank, and where it is begun again
         stream = RequestStream(request, pinned=rank is not None)
-        (self._choose(request) if rank is None else self.ranks[rank]).take(stream)
+        (self.choose(request) if rank is None else self.ranks[rank]).take(stream)
         return stream
 
-    def _choose(self, request: AddRequest) -> EngineClient:
+    def choose(self, request: AddRequest) -> EngineClient:
+        """The engine that a request should go to. Raises EngineError where none can serve it."""
         if len(self.ranks) == 1:
             return self.ranks[0]
         work = {client.rank: client.work for client in self._sources() if client.rank != self._leaving}
@@ -181,7 +182,7 @@ class Fleet:
         self._router.forget(stream.client.rank)
         if not (stream.pinned or stream.passed_on) and self.refusal is None:
             try:
-                self._choose(stream.request).take(stream)
+                self.choose(stream.request).take(stream)
                 return
             except EngineError as late:
                 error = late
@@ -199,10 +200,11 @@ class Fleet:
         params = params or {}
         if self.error is not None:
             raise self.error
-        if method in ("pause", "resume"):
-            self._paused = method == "pause"
+        self._paused |= method == "pause"  # set first: a rank that comes back meanwhile is paused, too
         if method not in WEIGHT_CALLS:
-            return (await ask_all(self.living, method, params, timeout_s))[0]
+            answers = await ask_all(self.living, method, params, timeout_s)
+            self._paused &= method != "resume"
+            return answers[0]
         answer = await self._updates.call(method, params, timeout_s)
         if method in ("finish_weight_update", "update_weights"):
             self._router.forget()  # older weights' keys and values are no use to what comes now

@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from rollout.weights.shares import Share
+
 Style = Literal["module", "checkpoint"]
 
 
@@ -43,10 +45,15 @@ class Target:
 
 
 class NameMap:
-    """Every wire name of a model. `slots`: its distinct parameters and persistent floating buffers, by first name."""
+    """Every wire name of a model. `slots`: its distinct parameters and persistent floating buffers, by first name.
+
+    Of a parameter that is sharded, the slot is what this rank holds, and `shares` says how it is cut; the targets are
+    regions of the whole one.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.slots: dict[str, torch.Tensor] = {}
+        self.shares: dict[str, Share] = {}
         self.optional: set[str] = set()
         first: dict[str, str] = {}
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -55,17 +62,24 @@ class NameMap:
             first[name] = by_identity.setdefault(id(tensor), name)
             if first[name] == name:
                 self.slots[name] = tensor
+                if hasattr(tensor, "_local_tensor"):
+                    self.shares[name] = Share(name, tensor)
+                    self.slots[name] = tensor._local_tensor
                 if name not in parameters:
                     self.optional.add(name)
-        served, self.unserved = _checkpoint_views(model, {name: self.slots[slot].shape for name, slot in first.items()})
+        served, self.unserved = _checkpoint_views(model, {name: self.shape(slot) for name, slot in first.items()})
         sliced = {module_name for module_name, _ in served.values()}
         self.targets: dict[str, Target] = {}
         for name, (module_name, view) in served.items():
             self._add(name, first, module_name, view, None if name in first else "checkpoint")
         for name in first:
             if name not in self.targets:
-                whole = torch.empty(self.slots[first[name]].shape, device="meta")
+                whole = torch.empty(self.shape(first[name]), device="meta")
                 self._add(name, first, name, whole, "module" if name in sliced else None)
+
+    def shape(self, slot: str) -> torch.Size:
+        """The whole parameter's shape."""
+        return self.shares[slot].shape if slot in self.shares else self.slots[slot].shape
 
     def _add(self, name: str, first: dict[str, str], module_name: str, view: torch.Tensor, style: Style | None) -> None:
         slot = first[module_name]

@@ -16,8 +16,8 @@ from rollout.weights.store import WeightStore
 logger = logging.getLogger(__name__)
 
 
-def offer_weights(store: WeightStore, timeout_s: float, *, world_size: int = 2) -> dict[str, Any]:
-    """Broadcast the live parameters, once, to whoever joins a gloo group at the port that is returned.
+def offer_weights(store: WeightStore, timeout_s: float, world_size: int) -> dict[str, Any]:
+    """Broadcast the live parameters, once, to the other `world_size` - 1 ranks of a gloo group at the returned port.
 
     Returns at once, with what a receiver announces of them (module names, dtypes, shapes) and their epoch and label;
     the rest happens on a thread, each wait of it within `timeout_s` seconds. Meanwhile they can't be overwritten, as
@@ -29,9 +29,9 @@ def offer_weights(store: WeightStore, timeout_s: float, *, world_size: int = 2) 
         rendezvous = dist.TCPStore("localhost", 0, world_size, True, limit, wait_for_workers=False)
         answer = {
             "port": rendezvous.port,
-            "names": list(tensors),
-            "dtype_names": [str(t.dtype).removeprefix("torch.") for t in tensors.values()],
-            "shapes": [list(t.shape) for t in tensors.values()],
+            "names": sorted(tensors),
+            "dtype_names": [str(tensors[name].dtype).removeprefix("torch.") for name in sorted(tensors)],
+            "shapes": [list(store.names.shape(name)) for name in sorted(tensors)],
             "epoch": store.epoch,
             "version": store.label,
         }
@@ -41,7 +41,7 @@ def offer_weights(store: WeightStore, timeout_s: float, *, world_size: int = 2) 
         try:
             with reading:
                 group: Any = dist.ProcessGroupGloo(dist.PrefixStore("rollout", rendezvous), 0, world_size, limit)
-                for tensor in tensors.values():
+                for _, tensor in store.gather(tensors):
                     group.broadcast(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8), 0).wait()
         except RuntimeError as error:
             logger.warning("the weights were offered to another engine, which did not take them: %s", error)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -139,6 +140,11 @@ class WeightUpdater:
                 else {"message": "Weight update committed", "weight_version": commit.label, "epoch": commit.epoch}
             )
         return commit
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Begin, within the block, to read the store's `gather`. Raises WeightUpdateError 409 where it isn't free."""
+        yield
 
     def close(self) -> None:
         """Abort what is under way and leave the trainer's group; the engine is going down."""
@@ -273,10 +279,13 @@ class WeightUpdater:
         if body.action == "compare" and body.baseline is None:
             raise WeightUpdateError(400, "weight_checker's action 'compare' needs a baseline: {name: sha256}")
 
+        pinned = ExitStack()
+        tensors = pinned.enter_context(self._store.snapshot())  # now: no commit may come between two ranks' calls
+
         def check() -> None:
             try:
-                with self._on_device():
-                    sums = self._store.checksums()
+                with pinned, self._on_device():
+                    sums = self._store.digest(tensors)
             except Exception as error:
                 answer.set_exception(as_update_error(error))
                 return
@@ -311,6 +320,11 @@ class WeightUpdater:
             )
         if not self._store.valid and (body.partial or body.base_epoch is not None):
             raise WeightUpdateError(409, "the weights are invalid (weight_info says since when): push them whole")
+        if self._store.names.shares and (body.base_epoch is not None or body.weight_staging == "in_place"):
+            asked = "sparse changes (base_epoch)" if body.base_epoch is not None else "an update in place"
+            raise WeightUpdateError(
+                400, f"{asked} can't be had with tensor_parallel_size > 1: push it whole and staged"
+            )
         if (body.weight_staging or self._store.weight_staging) == "full":
             return None
         if not self._paused():

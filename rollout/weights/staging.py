@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from rollout.weights.errors import AbandonedError, WeightUpdateError, listing
 from rollout.weights.naming import Style, Target
 
 if TYPE_CHECKING:
+    from rollout.weights.shares import Share
     from rollout.weights.store import WeightStore
 
 DTYPES = {
@@ -63,6 +64,7 @@ class Staging:
         self._aliases: dict[str, str] = {}
         self._styles: dict[Style, str] = {}
         self._sums: dict[str, str] | None = {} if verify else None
+        self._wholes: dict[str, tuple[torch.Tensor, int]] = {}
         self._writing = threading.Lock()
         self._closed = False
 
@@ -134,7 +136,7 @@ class Staging:
 
         Never in place: a receive that outlives its update must not write into what serves.
         """
-        if item.target.alias or self.in_place:
+        if item.target.alias or self.in_place or item.target.slot in self._names.shares:
             return None
         view = item.target.view(self.buffers[item.target.slot])
         return view if view.dtype == item.dtype and view.is_contiguous() else None
@@ -143,13 +145,30 @@ class Staging:
         """Take a received tensor (wire dtype, the target's shape); a no-op copy where it is the `direct` region."""
         target = item.target
         buffer = self.buffers[target.slot]
+        share = self._names.shares.get(target.slot)
         if self._sums is not None:
             self._sums[target.name] = digest(received)
         if target.alias:
-            self._aliases[target.name] = digest(received.to(buffer.dtype))
+            self._aliases[target.name] = digest((received if share is None else share.take(received)).to(buffer.dtype))
+        elif share is not None:
+            self._write(lambda: self._place_share(target, share, received))
         elif received.data_ptr() != (view := target.view(buffer)).data_ptr():
             self._write(lambda: view.copy_(received))
         self._filled.add(target.name)
+
+    def _place_share(self, target: Target, share: Share, received: torch.Tensor) -> None:
+        """Keep what this rank holds of a sharded parameter, once all regions of it have come."""
+        buffer = self.buffers[target.slot]
+        whole, due = received, 0
+        if not share.is_whole(target.size, target.stride):
+            fresh = torch.empty(share.shape, dtype=buffer.dtype, device=buffer.device), share.shape.numel()
+            whole, due = self._wholes.pop(target.slot, fresh)
+            target.view(whole).copy_(received)
+            due -= received.numel()
+        if due:
+            self._wholes[target.slot] = whole, due
+        else:
+            buffer.copy_(share.take(whole))
 
     def place_changes(self, item: Incoming, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Take a sparse tensor: the live one with `values` (count,) wire dtype at `indices` (count,), ascending.
@@ -196,8 +215,8 @@ class Staging:
         required = self._names.required(style)
         self._complete(required, partial or self._store.allow_partial, progress)
         infinite = []
-        for target in required:
-            if target.name in self._filled and not _finite(target.view(self.buffers[target.slot])):
+        for target in self._apart(required):
+            if target.name in self._filled and not _finite(self._region(target, self.buffers)):
                 infinite.append(target.name)
             progress()
         if infinite:
@@ -232,11 +251,31 @@ class Staging:
                 what + 'Send them all, or start the update with {"partial": true} (or the server with '
                 "--allow-partial-updates)",
             )
+        if self._wholes:
+            raise WeightUpdateError(
+                400,
+                "with tensor_parallel_size > 1 a parameter is replaced whole or not at all; only regions came of: "
+                f"{listing(sorted(self._wholes))}",
+            )
         if missing and not self.in_place:
             with self._store.snapshot() as live:
-                for target in missing:
-                    target.view(self.buffers[target.slot]).copy_(target.view(live[target.slot]))
+                for target in self._apart(missing):
+                    self._region(target, self.buffers).copy_(self._region(target, live))
                     progress()
+
+    def _apart(self, targets: list[Target]) -> Iterator[Target]:
+        """The targets; only the first of those that share a sharded parameter, which `_region` takes as one."""
+        shared: set[str] = set()
+        for target in targets:
+            if target.slot not in shared:
+                yield target
+            if target.slot in self._names.shares:
+                shared.add(target.slot)
+
+    def _region(self, target: Target, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The target's part of a set of tensors; of a sharded parameter, all that this rank holds of it."""
+        tensor = tensors[target.slot]
+        return tensor if target.slot in self._names.shares else target.view(tensor)
 
 
 def digest(tensor: torch.Tensor) -> str:

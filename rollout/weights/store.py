@@ -5,14 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
 from rollout.config import WeightStaging
 from rollout.weights.errors import WeightUpdateError
-from rollout.weights.naming import NameMap
+from rollout.weights.naming import NameMap, Target
 from rollout.weights.staging import Staging, digest
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class WeightStore:
@@ -23,6 +27,7 @@ class WeightStore:
     allocated at the first update; a commit makes the old live set the next staging. In place, the live set is itself
     the staging: `valid` is False, and no forward pass may run, from then until a commit (or until the update is
     dropped, if it wrote nothing). `prepare` is called with each complete set, by module name, before it is committed.
+    Of a sharded model it holds this rank's share; `mesh` is what whole parameters are gathered over.
     """
 
     def __init__(
@@ -32,10 +37,12 @@ class WeightStore:
         allow_partial: bool = False,
         weight_staging: WeightStaging = "full",
         prepare: Callable[[dict[str, torch.Tensor]], None] = lambda buffers: None,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.allow_partial = allow_partial
         self.weight_staging = weight_staging
         self.prepare = prepare
+        self._mesh = mesh
         self.epoch = 0
         self.label = "default"
         self.valid = True
@@ -113,4 +120,24 @@ class WeightStore:
         A parameter whose checkpoint form is not a slice of it is digested whole, under its module name.
         """
         with self.snapshot() as tensors:
-            return {t.name: digest(t.view(tensors[t.slot])) for t in self.names.required("checkpoint")}
+            return self.digest(tensors)
+
+    def digest(self, tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+        """The checksums of a set from `snapshot`; where the model is sharded, while all ranks `gather` it."""
+        targets: dict[str, list[Target]] = {}
+        for target in self.names.required("checkpoint"):
+            targets.setdefault(target.slot, []).append(target)
+        return {t.name: digest(t.view(whole)) for slot, whole in self.gather(tensors) for t in targets[slot]}
+
+    def gather(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a set from `snapshot`, by module name; one that is sharded comes whole, and on the CPU.
+
+        All ranks of a sharded model iterate together.
+        """
+        for slot in sorted(tensors):
+            share = self.names.shares.get(slot)
+            if share is None:
+                yield slot, tensors[slot]
+            else:
+                assert self._mesh is not None
+                yield slot, share.whole(tensors[slot], self._mesh)
