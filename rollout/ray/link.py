@@ -119,7 +119,7 @@ class RayLink:
 
     async def _start(self, target: EngineTarget, config: EngineConfig) -> Any:
         if "GPU" not in self._places.bundle:
-            config = replace(config, num_threads=int(self._places.bundle["CPU"]))  # this node's, not the server's
+            config = replace(config, num_threads=self._places.threads)  # this node's, not the server's
         while True:
             actor_class = ray.remote(EngineActor).options(
                 num_cpus=self._places.bundle["CPU"],

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
 
 import ray
 from ray import serve as ray_serve
@@ -26,12 +30,8 @@ from rollout.server.main import listen
 _NAME = "rollout"
 # The head node: Serve's own processes are there, and a cluster without it is none.
 _ON_HEAD = {"num_cpus": 0, "resources": {"node:__internal_head__": 0.001}}
-_DRAINED_S = 5.0
-_PROBE_S = 2.0
-
-
-class _Stop(BaseException):
-    """SIGTERM or SIGINT has come."""
+_DRAINED_S, _END_S = 5.0, 10.0
+_PROBE_S, _TURN_S = 2.0, 0.05
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig, *, target: EngineTarget = run_engine) -> int:
@@ -52,6 +52,9 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, target: EngineTa
     except (ConnectionError, RuntimeError, RayError) as error:
         print(f"rollout: no Ray cluster: {error}", file=sys.stderr)
         return 1
+    except SystemExit:  # what Ray makes of SIGTERM while it starts
+        ray.shutdown()
+        return 0
     try:
         if _serve_runs():
             print(
@@ -60,8 +63,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, target: EngineTa
                 file=sys.stderr,
             )
             return 1
-        with _signals():
-            return _serve(engine_config, config, target, port, started)
+        return _serve(engine_config, config, target, port, started)
     finally:
         ray.shutdown()
 
@@ -94,44 +96,73 @@ def _serve_runs() -> bool:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    def stop(number: int, frame: object) -> None:
-        raise _Stop
+def _signals() -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Two events: SIGTERM or SIGINT has come; another one has. Ray's own code is no place to raise from."""
+    told, again = threading.Event(), threading.Event()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    def tell(number: int, frame: object) -> None:
+        (again if told.is_set() else told).set()
+
+    before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield told, again
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _serve(engine_config: EngineConfig, config: ServerConfig, target: EngineTarget, port: int, started: float) -> int:
-    try:
+    def deploy() -> Any:
         http = {"host": config.host, "port": port}
         ray_serve.start(proxy_location="HeadOnly", http_options=http, logging_config=LOGGING)
         app = build(engine_config, config, target=target, ray_actor_options=_ON_HEAD)
-        handle = ray_serve.run(app, name=_NAME, route_prefix="/")
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        print(
-            f"rollout: serving {config.served_model_name or engine_config.model} on http://{host}:{port} "
-            f"({time.perf_counter() - started:.1f} s)",
-            flush=True,
-        )
+        return ray_serve.run(app, name=_NAME, route_prefix="/")
+
+    with _signals() as (told, again):
+        deploying = _in_thread(deploy)
         try:
-            signal.pause()
-        except _Stop:
-            with contextlib.suppress(_Stop, RayError, TimeoutError):  # a second signal: at once
-                handle.drain.remote(config.shutdown_timeout).result(timeout_s=config.shutdown_timeout + _DRAINED_S)
-    except _Stop:
-        pass
-    except (RuntimeError, RayError) as error:
-        print(f"rollout: {_reason(error)}", file=sys.stderr)
-        return 1
-    finally:
-        with contextlib.suppress(_Stop):
-            ray_serve.shutdown()
-    return 0
+            if not _done(deploying, told):
+                return 0
+            handle = deploying.result()
+            host = f"[{config.host}]" if ":" in config.host else config.host
+            print(
+                f"rollout: serving {config.served_model_name or engine_config.model} on http://{host}:{port} "
+                f"({time.perf_counter() - started:.1f} s)",
+                flush=True,
+            )
+            told.wait()
+            draining = _in_thread(lambda: handle.drain.remote(config.shutdown_timeout).result())
+            _done(draining, again, config.shutdown_timeout + _DRAINED_S)
+            return 0
+        except (RuntimeError, TimeoutError, RayError) as error:
+            print(f"rollout: {_reason(error)}", file=sys.stderr)
+            return 1
+        finally:
+            _done(_in_thread(ray_serve.shutdown), again, _END_S)  # its controller goes on where this takes too long
+            _done(deploying, again, _END_S)  # a call of Ray after its shutdown would start another cluster
+
+
+def _in_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Do it on a thread that ends with the process, so that what hangs there holds up nothing."""
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="rollout ray", daemon=True).start()
+    return done
+
+
+def _done(work: Future[Any], unless: threading.Event, timeout_s: float = math.inf) -> bool:
+    """Wait for it; False where the event or the time comes first."""
+    deadline = time.monotonic() + timeout_s
+    while not work.done() and time.monotonic() < deadline:
+        if unless.wait(_TURN_S):
+            return False
+    return work.done()
 
 
 def _reason(error: Exception) -> str:

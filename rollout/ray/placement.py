@@ -32,15 +32,17 @@ class NoRoom(Exception):
 class Places:
     """The placement groups of the ranks. Ray moves one to another node when its own is lost, as soon as there is room.
 
-    Bundles hold `tensor_parallel_size` GPUs where the cluster has GPUs (or the configuration wants them), and
-    `num_threads` CPUs, or one. Raises NoRoom from `find` after `timeout_s`; a rank that was placed before waits longer.
+    Bundles hold `tensor_parallel_size` GPUs where the cluster has GPUs (or the configuration wants them), else so many
+    times `num_threads` CPUs. Raises NoRoom from `find` after `timeout_s`; a rank that was placed before waits longer.
     """
 
     def __init__(self, config: EngineConfig, timeout_s: float) -> None:
-        self.bundle: dict[str, float] = {"CPU": config.num_threads or 1}
+        self.threads = config.num_threads or 1
         gpus = ray.cluster_resources().get("GPU", 0) > 0
         if config.device == "cuda" or (config.device == "auto" and gpus):
-            self.bundle["GPU"] = config.tensor_parallel_size
+            self.bundle: dict[str, float] = {"CPU": self.threads, "GPU": config.tensor_parallel_size}
+        else:
+            self.bundle = {"CPU": self.threads * config.tensor_parallel_size}
         self._timeout_s = timeout_s
         self._groups: dict[int, PlacementGroup] = {}
         self._nodes: dict[int, str] = {}
