@@ -92,6 +92,31 @@ def test_chunks_groups_and_prefix_hits_are_exact(model: Tiny) -> None:
     assert {o.cached_tokens for o in outputs["longer", 0]} == {40}
 
 
+def test_requests_of_one_prompt_that_arrive_together_are_those_that_come_alone(model: Tiny) -> None:
+    tokens = prompt(61)
+    requests = [
+        request("greedy", tokens, temperature=0, max_tokens=12),
+        request("seeded", tokens, seed=7, logprobs=3, n=2),
+        request("short", tokens, temperature=0, max_tokens=1),
+        request("masked", tokens, seed=7, top_k=5, mask=True),
+        request("stops", tokens, temperature=0, stop_token_ids=[5], logit_bias={5: 100.0}),
+    ]
+    e = engine(model.path, max_num_batched_tokens=24)
+    together, rose = counted(e, requests)
+    assert (rose["computed_tokens"], rose["forked_sequences"]) == (61 + rose["sampled_tokens"] - 6, 5)
+    assert rose["prefix_hit_tokens"] == 4 * 61
+    assert_exact(model.reference, [item for item in requests if item.request_id not in ("masked", "stops")], together)
+    plain = engine(model.path, enable_prefix_caching=False)
+    for item in requests:
+        for index in range(item.sampling_params.n):
+            (alone, choice) = run(plain, [item])[item.request_id, index], together[item.request_id, index]
+            assert ids(choice) == ids(alone)
+            assert [o.sampling_mask for o in choice] == [o.sampling_mask for o in alone]
+            assert [len(o.logprobs or ()) for o in choice] == [len(o.logprobs or ()) for o in alone]
+            assert choice[-1].finish_reason == alone[-1].finish_reason
+            assert {o.cached_tokens for o in choice} == {0 if item is requests[0] else 61}
+
+
 def test_preemption_is_exact(model: Tiny) -> None:
     e = engine(model.path, max_num_batched_tokens=16, **SMALL)
     requests = [request("group", prompt(30), n=4, max_tokens=20)]

@@ -19,7 +19,7 @@ from weights_lab import fill, saved_tensors
 
 from rollout.engine.engine import Engine
 from rollout.model import native
-from rollout.model.fused import fuse_norms, fuse_rotary
+from rollout.model.fused import PackedWeights, SiLUGate, fuse_gates, fuse_norms, fuse_rotary
 from rollout.model.products import PackedWeight, serves_linear
 
 REQUESTS = [request("group", prompt(40), n=3), request("one", prompt(3)), request("greedy", prompt(20), temperature=0)]
@@ -66,6 +66,20 @@ def test_norms_and_rotary_embeddings_keep_every_bit(name: str, dtype: torch.dtyp
     fuse_rotary(model)
     fused = [module for module in norms if "forward" in vars(module)]
     assert fused == [module for module in norms if hasattr(module, "variance_epsilon") and native.is_fast()]
+    ids = torch.tensor([prompt(33)])
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, stock(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "mixtral"])
+def test_gates_keep_every_bit(name: str) -> None:
+    model, stock = (tiny_models.model(name).bfloat16() for _ in range(2))
+    PackedWeights(model)
+    PackedWeights(stock)
+    fuse_gates(model)
+    fused = [module for module in model.modules() if isinstance(getattr(module, "act_fn", None), SiLUGate)]
+    served = serves_linear(stock.get_output_embeddings()) and native.is_fast()
+    assert len(fused) == (3 if served and name in ("llama", "qwen2") else 0)
     ids = torch.tensor([prompt(33)])
     with torch.inference_mode():
         assert torch.equal(model(ids).logits, stock(ids).logits)

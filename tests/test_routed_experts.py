@@ -83,6 +83,7 @@ def test_chunks_groups_and_prefix_hits(tiny: Tiny, config: dict[str, Any]) -> No
     e = start(tiny, max_num_batched_tokens=20, **config)
     group = request("group", prompt(50), n=4, max_tokens=9)
     first = [group, request("short", prompt(3), max_tokens=20), request("logprobs", prompt(30), prompt_logprobs=1)]
+    first += [request("twin", prompt(50), n=2, max_tokens=7), request("another", prompt(50), max_tokens=5)]
     assert_routed(e, tiny.models[0], first, run(e, first))
     longer = request("again", [*prompt(50), 7], n=2, max_tokens=5, temperature=0.5)
     assert_routed(e, tiny.models[0], [longer], run(e, [longer]))

@@ -120,11 +120,12 @@ def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], Sampl
     assert together == alone  # floats and all
 
 
-def test_a_wide_row_does_not_depend_on_its_batch_or_on_threads() -> None:
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_a_wide_row_does_not_depend_on_its_batch_or_on_threads(mode: Any) -> None:
     logits = torch.randn(17, 50_001, generator=torch.Generator().manual_seed(0)) * 3
-    kinds: list[dict[str, Any]] = [{}, {"top_p": 0.99}, {"top_k": 5}, {"temperature": 0.7, "min_p": 0.01}]
+    kinds: list[dict[str, Any]] = [{}, {"top_p": 0.99}, {"temperature": 0.3}, {"temperature": 0.7, "min_p": 0.01}]
     rows = [make_row(r, logprobs=2, **kinds[r % 4]) for r in range(17)]
-    engine = Sampler("processed_logprobs")
+    engine = Sampler(mode)
     threads = torch.get_num_threads()
     results = []
     try:
@@ -281,6 +282,18 @@ def test_draw_is_the_inverse_cdf() -> None:
     ends = torch.softmax(logits.double(), -1).cumsum(-1).numpy()
     for row_ends, u, token in zip(ends, uniform.tolist(), draw(logits, uniform).tolist(), strict=True):
         assert np.searchsorted(row_ends, u - 1e-5) <= token <= np.searchsorted(row_ends, u + 1e-5)
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 255, 256, 257, 50_001])
+def test_draws_in_one_pass_are_those_of_filtered_logits_in_torch(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(40, vocab + 3, generator=generator)[:, :vocab] * 4
+    logits[1, vocab // 2], logits[2, 0], logits[3] = INF, math.nan, -INF
+    rows = [make_row(r, temperature=(1.0, 0.2, 1e-9, 3.0)[r // 10]) for r in range(40)]
+    tokens = [s.token_id for s in Sampler().sample(logits, rows)]
+    assert tokens == draw(filter_logits(logits, rows), torch.from_numpy(uniforms(rows))).tolist()
+    monkeypatch.setattr(sampler, "is_fast", lambda: False)
+    assert tokens == [s.token_id for s in Sampler().sample(logits, rows)]
 
 
 def test_draws_follow_the_distribution() -> None:

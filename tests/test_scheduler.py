@@ -67,10 +67,19 @@ class World:
         stayed = [q for q in before if q in s.running]
         assert all(q in scheduled for q in decoding if q in stayed), "a decode stood still"
         assert all(self.order(a) < self.order(b) for a in stayed for b in before if b not in stayed)
-        for late in scheduled:  # who overtakes another: that one waits for a prefix under way
+        of_old_groups = {q.request for q in before}
+        for late in s.running:  # who overtakes another: that one waits for a prefix under way
             for early in s.waiting:
-                if late not in before and early not in before and self.order(early) < self.order(late):
+                if late.request not in of_old_groups and early not in before and self.order(early) < self.order(late):
                     assert any(self.common_block(early, running) for running in s.running)
+        for item in step.scheduled:
+            for forked in item.samples[1:]:
+                assert forked.token_ids == item.sequence.token_ids == forked.request.prompt_token_ids
+                assert forked.request.cache_salt == item.sequence.request.cache_salt
+                assert s.kv.enable_prefix_caching or forked.request is item.sequence.request
+                if forked.request is not item.sequence.request:
+                    assert forked.cached_tokens == forked.prompt_len
+                    assert not forked.request.needs_every_prompt_row
         return step
 
     def order(self, q: Sequence) -> tuple[int, int, int]:
@@ -271,13 +280,69 @@ def test_a_group_computes_its_prompt_once_and_shares_its_full_blocks() -> None:
 
 
 @pytest.mark.parametrize("tokens", [8, 16, 64])
-def test_identical_prompts_that_arrive_together_are_computed_once(tokens: int) -> None:
+@pytest.mark.parametrize("length", [1, 3, 4, 20, 21])
+def test_identical_prompts_that_arrive_together_are_computed_once(length: int, tokens: int) -> None:
     w = world(tokens=tokens)
-    for _ in range(5):
-        w.add([1, 2, 0] * 7, max_tokens=1)
+    for n in (1, 2, 1, 3):
+        w.add(([1, 2, 0] * 7)[:length], n=n, max_tokens=2)
+    w.step()
+    w.add(([1, 2, 0] * 7)[:length], max_tokens=2)  # one more in the middle of the prefill, or after it
+    late = length <= tokens
     w.run()
-    assert w.computed_tokens == 21 + 4 * (21 - 20)
-    assert w.scheduler.counters["prefix_hit_tokens"] == 4 * 20
+    counters = w.scheduler.counters
+    again = length - (length - 1) // BLOCK * BLOCK if late else 0  # what no full block of the cache has
+    assert w.computed_tokens == length + again + 8
+    assert counters["forked_sequences"] == 7 - late
+    assert counters["prefix_hit_tokens"] == (3 * length + length - again)
+    assert counters["prefix_query_tokens"] == 5 * length
+
+
+@pytest.mark.parametrize(
+    ("limits", "samples"),
+    [({"seqs": 3}, 3), ({"num_blocks": 8}, 3), ({"tokens": 21}, 5), ({"tokens": 45, "prefixes": False}, 2)],
+)
+def test_twins_fork_as_far_as_there_is_room(limits: dict[str, int], samples: int) -> None:
+    w = world(**{"tokens": 64, **limits})
+    requests = [w.add([1, 2, 0] * 7, max_tokens=3) for _ in range(5)]  # six blocks, and one for each that forks
+    assert [sampled.sequence.request for sampled in w.step()] == requests[:samples]
+    assert w.scheduler.counters["forked_sequences"] == (samples - 1 if w.scheduler.kv.enable_prefix_caching else 0)
+    w.run()
+
+
+def test_a_twin_does_not_overtake_one_that_waits_for_room() -> None:
+    w = world(tokens=8)
+    for prompt in ([0] * 8, [0] * 8, [1] * 9, [0] * 8):
+        w.add(prompt, max_tokens=5)
+    assert [sampled.sequence.request.request_id for sampled in w.step()] == ["r1", "r2"]
+    assert [q.request.request_id for q in w.scheduler.waiting] == ["r3", "r4"]
+    assert len(w.step()) == 2
+    assert [q.request.request_id for q in w.scheduler.running] == ["r1", "r2", "r3"]
+    w.run()
+
+
+@pytest.mark.parametrize("event", ["abort", "commit"])
+def test_twins_of_a_prefill_that_stops_go_on_without_it(event: str) -> None:
+    w = world(tokens=8)
+    first = w.add([1, 0] * 12, max_tokens=2)
+    w.add([1, 0] * 12, n=2, max_tokens=2)
+    w.step()
+    if event == "abort":
+        w.scheduler.remove(next(q for q in w.scheduler if q.request is first))
+    else:
+        w.scheduler.commit(1, "keep")
+    w.run()
+    assert w.scheduler.counters["forked_sequences"] == (1 if event == "abort" else 2)
+    # the blocks of an aborted one serve on, those of older weights don't
+    assert w.computed_tokens == (24 + 2 if event == "abort" else 8 + 24 + 3)
+
+
+def test_who_wants_prompt_logprobs_computes_the_prompt() -> None:
+    w = world(tokens=64, head_rows=30)
+    for prompt_logprobs in (None, 0, None, 0):
+        w.add([1, 2, 0] * 7, max_tokens=1, prompt_logprobs=prompt_logprobs)
+    assert len(w.step()) == 3  # one forks; 64 tokens are three prompts
+    w.run()
+    assert w.computed_tokens == 3 * 21
 
 
 def test_a_different_salt_shares_nothing() -> None:
@@ -303,8 +368,8 @@ def test_decodes_go_on_beside_a_long_prefill() -> None:
 def test_single_token_prompts_count_against_the_budget() -> None:
     w = world(seqs=8, tokens=8)
     w.add([0, 1, 2, 0, 1, 2, 0])
-    for _ in range(7):
-        w.add([1])
+    for token in range(7):
+        w.add([token])
     w.step()  # checks the budget
     assert len(w.scheduler.running) == 2
 

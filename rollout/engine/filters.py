@@ -80,6 +80,18 @@ def is_filtered(row: SamplingRow, vocab_size: int) -> bool:
     )
 
 
+def only_scales(row: SamplingRow, vocab_size: int) -> bool:
+    """True where the filters do nothing to this step's logits but divide them by `temperature`, which isn't 0."""
+    params = row.params
+    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    return penalties == (1.0, 0.0, 0.0) and not is_filtered(row, vocab_size)
+
+
+def temperature_of(row: SamplingRow) -> float:
+    """What the row's logits are divided by; a greedy row's stay as they are."""
+    return 1.0 if row.params.greedy else max(row.params.temperature, MIN_TEMPERATURE)
+
+
 def without_nan(logits: Tensor) -> Tensor:
     """Float32 copy of `logits` with NaN as -inf and +inf as a large number: any such row can still be drawn from."""
     return torch.nan_to_num(logits.float(), nan=-math.inf, posinf=LARGEST, neginf=-math.inf)
@@ -142,7 +154,7 @@ def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
 
 def divide_by_temperature(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Divide by `temperature`; a greedy row stays as it is."""
-    temperatures = [1.0 if row.params.greedy else max(row.params.temperature, MIN_TEMPERATURE) for row in rows]
+    temperatures = [temperature_of(row) for row in rows]
     if any(t != 1 for t in temperatures):
         logits.div_(torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None])
 

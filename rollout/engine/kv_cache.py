@@ -16,6 +16,8 @@ Node = int | tuple[int, str | None]
 """A number, or the root (weight epoch, salt)."""
 Edge = tuple[Node, tuple[int, ...]]
 """A node of the trie and the tokens of the block that follows it."""
+PromptKey = tuple[str | None, tuple[int, ...]]
+"""A salt and a whole prompt."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,12 @@ class KVCache:
         if (index + 1) * self.block_size > len(sequence.token_ids):
             return None
         return sequence.prefix_node or (epoch, sequence.request.cache_salt), self._tokens(sequence, index)
+
+    def prompt_key(self, sequence: Sequence) -> PromptKey | None:
+        """Equal for sequences that may sample from one row of logits; None where this one computes its own."""
+        if not self.enable_prefix_caching or sequence.request.needs_every_prompt_row or sequence.output_len:
+            return None
+        return sequence.request.cache_salt, tuple(sequence.token_ids)
 
     def register(self, sequence: Sequence, epoch: int) -> None:
         """Enter the sequence's full computed blocks, if this epoch's weights computed all of them."""

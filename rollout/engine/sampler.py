@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollout.config import LogprobsMode
-from rollout.engine.filters import SamplingRow, filter_logits, is_filtered, top_tokens
+from rollout.engine.filters import SamplingRow, filter_logits, is_filtered, only_scales, temperature_of, top_tokens
+from rollout.model.native import address, is_fast, library
 from rollout.outputs import TokenLogprob
 
 NO_LOGPROB = -9999.0  # what the protocol sends for -inf and NaN
@@ -52,9 +53,9 @@ class Sampler:
             raise ValueError(f"logits of {len(logits)} rows can't be sampled for {len(rows)} requests: pass one a row")
         if not rows:
             return []
-        filtered = filter_logits(logits, rows)
-        tokens = _choose(filtered, rows)
-        source = filtered if self.logprobs_mode == "processed_logprobs" else logits
+        filtered = self._needed_filtered(logits, rows)
+        tokens = _draw_scaled(logits, rows) if filtered is None else _choose(filtered, rows)
+        source = logits if filtered is None or self.logprobs_mode == "raw_logprobs" else filtered
         groups: dict[int, list[int]] = defaultdict(list)  # rows by the number of logprobs they ask for
         masked, tracked = [], []
         for r, row in enumerate(rows):
@@ -77,9 +78,16 @@ class Sampler:
         for r in tracked:
             asked = rows[r].params.logprob_token_ids or ()
             sampled[r].logprobs = _logprobs_of(source[r], [sampled[r].token_id, *asked])
-        for r, mask in zip(masked, _masks(filtered, masked), strict=True):
+        for r, mask in zip(masked, [] if filtered is None else _masks(filtered, masked), strict=True):
             sampled[r].sampling_mask = (mask if len(mask) else np.array([sampled[r].token_id], np.int32)).tobytes()
         return sampled
+
+    def _needed_filtered(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor | None:
+        """What the tokens are drawn from; None where they come from `logits` in one pass, and nothing else needs it."""
+        reported = self.logprobs_mode == "processed_logprobs" and any(row.params.logprobs is not None for row in rows)
+        if reported or not _drawn_natively(logits) or not all(only_scales(row, logits.shape[-1]) for row in rows):
+            return filter_logits(logits, rows)
+        return None
 
     @torch.inference_mode()
     def prompt_logprobs(self, logits: Tensor, targets: Tensor | Sequence[int], k: int) -> list[list[TokenLogprob]]:
@@ -108,12 +116,45 @@ def _choose(filtered: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     return tokens
 
 
+def _draw_scaled(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """What `_choose` gives for rows of which only the temperature is asked, without the copy that it works on."""
+    return _draw_natively(logits, torch.tensor([temperature_of(row) for row in rows]), torch.from_numpy(uniforms(rows)))
+
+
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """Token ids (rows,) int64, each from softmax(logits) (rows, vocab; float32) by inverse CDF at `uniform` (rows,),
     float64 in [0, 1): first a block of 256 tokens by the blocks' sums, then a token inside the block.
 
-    Never picks a token whose probability is 0. A row without any probability gives 0.
+    Never picks a token whose probability is 0. A row without any probability gives 0. Native code and torch differ by
+    how they round exp, so that a draw may differ from machine to machine where `uniform` is at a token's very edge.
     """
+    if _drawn_natively(logits):
+        return _draw_natively(logits, torch.ones(len(logits)), uniform)
+    return _draw_in_torch(logits, uniform)
+
+
+def _drawn_natively(logits: Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.stride(-1) == 1 and is_fast()
+
+
+def _draw_natively(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> Tensor:
+    """`draw` from softmax(logits / temperatures), NaN read as -inf and +inf as a large number: see `without_nan`."""
+    kernels = library()
+    assert kernels is not None
+    tokens = torch.empty(len(logits), dtype=torch.long)
+    kernels.draw_f32(
+        address(logits),
+        logits.stride(0),
+        logits.shape[-1],
+        address(temperatures),
+        address(uniform),
+        address(tokens),
+        len(logits),
+    )
+    return tokens
+
+
+def _draw_in_torch(logits: Tensor, uniform: Tensor) -> Tensor:
     spare = -logits.shape[-1] % BLOCK
     probs = (pad(logits, (0, spare), value=-math.inf) if spare else logits).softmax(-1).unflatten(-1, (-1, BLOCK))
     sums = probs

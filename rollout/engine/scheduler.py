@@ -3,6 +3,9 @@
 Running sequences go on first: one token each while they decode, a chunk of what is left while they prefill. Waiting
 ones are admitted while tokens, seats and blocks last. When blocks run out, the sequence that is last in order gives up
 its own and computes its tokens again later. One order rules all of it: (priority, arrival, index).
+
+A prompt is computed once: sequences that begin with the same one wait for the first of them to end its prefill, fork
+from it, and all sample from the same row of logits, be they of one request or of several.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rollout.config import KVPolicy
-from rollout.engine.kv_cache import KVCache
+from rollout.engine.kv_cache import KVCache, PromptKey
 from rollout.engine.request import Sequence
 
 
@@ -22,7 +25,7 @@ class ScheduledSequence:
     """Compute `count` tokens of the sequence, from `start` on.
 
     `samples` lists the sequences that sample a token from the last one's logits: the sequence itself, and on the last
-    chunk of a group's prompt its siblings, which share the blocks. `wants_prompt_rows`: prompt logprobs need all rows.
+    chunk of a prompt those that fork from it. `wants_prompt_rows`: prompt logprobs need all rows.
     """
 
     sequence: Sequence
@@ -126,11 +129,8 @@ class Scheduler:
         self._head_rows = self.max_head_rows - decoding
         preemptions = self.counters["preemptions"]
         self._schedule_running(step)
-        if self.counters["preemptions"] == preemptions:
-            self._schedule_waiting(step)
-        for item in step.scheduled:
-            if item.samples:
-                self._fork_siblings(step, item)
+        twins = self._schedule_waiting(step) if self.counters["preemptions"] == preemptions else []
+        self._fork_from_prompts(step, twins)
         self._count(step)
         return step
 
@@ -158,11 +158,23 @@ class Scheduler:
         sequence.block_table += self.kv.allocate(needed)
         return True
 
-    def _schedule_waiting(self, step: Step) -> None:
+    def _schedule_waiting(self, step: Step) -> list[Sequence]:
+        """Admit waiting sequences, in order, up to one for which there is no room. Those before it that wait because
+        their very prompt is being computed are returned."""
+        twins: list[Sequence] = []
+        if not self.waiting:
+            return twins
+        prompts = {self.kv.prompt_key(s) for s in self.running}
         coming = {self.kv.coming_edge(s, self.epoch) for s in self.running if s.num_to_compute > 0}
         for sequence in list(self.waiting):
-            if self._prefill_budget < 1 or len(self.running) >= self.max_num_seqs:
-                return
+            if len(self.running) >= self.max_num_seqs:
+                break
+            prompt = self.kv.prompt_key(sequence)
+            if prompt is not None and prompt in prompts:
+                twins.append(sequence)
+                continue
+            if self._prefill_budget < 1:
+                break
             matched = self.kv.match(sequence, self.epoch)
             edge = self.kv.next_edge(sequence, self.epoch, matched)
             if edge is not None and edge in coming:
@@ -174,7 +186,7 @@ class Scheduler:
             if not count or self.kv.blocks_for(len(sequence.token_ids)) - len(matched) > self.kv.num_free:
                 sequence.block_table = [cached.block for cached in matched]
                 self.kv.free(sequence)
-                return
+                break
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=self._order)
             sequence.block_table = [cached.block for cached in matched]
@@ -188,6 +200,8 @@ class Scheduler:
             self.counters["prefix_hit_tokens"] += hit
             self._append(step, sequence, count, reserved=False)
             coming.add(self.kv.coming_edge(sequence, self.epoch))
+            prompts.add(prompt)
+        return twins
 
     def _chunk(self, sequence: Sequence, start: int) -> int:
         """How many tokens of a prefilling sequence, from `start` on, fit into this step."""
@@ -207,25 +221,47 @@ class Scheduler:
             self._head_rows -= item.num_head_rows
         step.scheduled.append(item)
 
-    def _fork_siblings(self, step: Step, item: ScheduledSequence) -> None:
-        """Let the siblings sample from the leader's last prompt row: full blocks shared, the last one copied."""
-        leader = item.sequence
-        siblings, leader.siblings = leader.siblings, []
-        full = leader.prompt_len // self.kv.block_size
-        partial = leader.block_table[full:]
-        for sibling in siblings:
-            if len(self.running) >= self.max_num_seqs or len(partial) > self.kv.num_free:
-                insort(self.waiting, sibling, key=self._order)  # it will find the prompt in the prefix cache
+    def _fork_from_prompts(self, step: Step, twins: list[Sequence]) -> None:
+        """Where this step ends a prefill, let its siblings and then its twins, in order, sample from the same row."""
+        ended: dict[PromptKey | None, ScheduledSequence] = {}
+        for item in step.scheduled:
+            if item.samples and not item.sequence.output_len:
+                self._fork_siblings(step, item, item.sequence)
+                ended[self.kv.prompt_key(item.sequence)] = item
+        for twin in twins:
+            if (end := ended.get(self.kv.prompt_key(twin))) is None:
                 continue
-            self.kv.share(leader.block_table[:full])
-            own = self.kv.allocate(len(partial))
-            step.copies += zip(partial, own, strict=True)
-            sibling.block_table = leader.block_table[:full] + own
-            sibling.kv_epoch, sibling.cached_tokens = leader.kv_epoch, leader.cached_tokens
-            insort(self.running, sibling, key=self._order)
-            item.samples.append(sibling)
-            self.counters["forked_sequences"] += 1
-            self.counters["shared_blocks"] += full
+            if not self._fork(step, end, twin):
+                return  # it keeps its place, and will find the prompt in the prefix cache
+            self.waiting.remove(twin)
+            twin.cached_tokens = twin.prompt_len
+            self.counters["prefix_query_tokens"] += twin.prompt_len
+            self.counters["prefix_hit_tokens"] += twin.prompt_len
+            self._fork_siblings(step, end, twin)
+
+    def _fork_siblings(self, step: Step, item: ScheduledSequence, leader: Sequence) -> None:
+        siblings, leader.siblings = leader.siblings, []
+        for sibling in siblings:
+            if self._fork(step, item, sibling):
+                sibling.cached_tokens = leader.cached_tokens
+            else:
+                insort(self.waiting, sibling, key=self._order)  # it will find the prompt in the prefix cache
+
+    def _fork(self, step: Step, item: ScheduledSequence, sequence: Sequence) -> bool:
+        """Let a sequence sample from the item's last row: full blocks shared, the last one copied. False: no room."""
+        table, full = item.sequence.block_table, item.sequence.prompt_len // self.kv.block_size
+        if len(self.running) >= self.max_num_seqs or len(table) - full > self.kv.num_free:
+            return False
+        self.kv.share(table[:full])
+        own = self.kv.allocate(len(table) - full)
+        step.copies += zip(table[full:], own, strict=True)
+        sequence.block_table = table[:full] + own
+        sequence.kv_epoch = item.sequence.kv_epoch
+        insort(self.running, sequence, key=self._order)
+        item.samples.append(sequence)
+        self.counters["forked_sequences"] += 1
+        self.counters["shared_blocks"] += full
+        return True
 
     def _count(self, step: Step) -> None:
         if not step.scheduled:

@@ -1,13 +1,12 @@
 """Faster ways to compute what a model's own modules compute on a CPU. The forward pass stays transformers' code.
 
-Norms and rotary embeddings are replaced bit for bit: each replacement is tried against what it replaces when the model
-is loaded, and only taken where all bits are equal. Linear layers are computed as `products.py` defines, which
+Norms, rotary embeddings and gates are replaced bit for bit: each replacement is tried against what it replaces when the
+model is loaded, and only taken where all bits are equal. Linear layers are computed as `products.py` defines, which
 `trainer_bridge.exact` does likewise.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ TRIED = (1, 5, 64)
 """Numbers of rows that a replacement is tried on."""
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one module that transformers' code applies to the same input, one after another."""
+GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 class PackedWeights:
@@ -114,8 +114,8 @@ def _normalize(x: Tensor, weight: Tensor, epsilon: float, vector_width: int) -> 
     y = torch.empty_like(x)
     dim = x.shape[-1]
     normalize = getattr(library(), f"normalize_{SUFFIXES[x.dtype]}")
-    rows = ctypes.c_int64(x.numel() // dim)
-    normalize(address(x), address(weight), ctypes.c_float(epsilon), address(y), rows, dim, vector_width)
+    rows = x.numel() // dim
+    normalize(address(x), address(weight), epsilon, address(y), rows, dim, vector_width)
     return y
 
 
@@ -146,6 +146,55 @@ def _same(stock: Callable[[Tensor], Tensor], fused: Callable[[Tensor], Tensor], 
         if not torch.equal(stock(x), fused(x)):
             return False
     return True
+
+
+class SiLUGate(nn.SiLU):
+    """silu(gate) * up in one pass."""
+
+    def forward(self, gate: Tensor, up: Tensor | None = None) -> Tensor:
+        if up is None:
+            return super().forward(gate)
+        usual = gate.dtype is torch.bfloat16 and gate.shape == up.shape and gate.stride() == up.stride()
+        if not usual or gate.stride(-1) != 1 or gate.numel() != gate.shape[-2] * gate.shape[-1]:
+            return super().forward(gate) * up
+        y = torch.empty(gate.shape, dtype=gate.dtype)
+        rows, stride = gate.shape[-2], gate.stride(-2)
+        library().gate_bf16(address(gate), address(up), stride, address(y), rows, gate.shape[-1])  # type: ignore[union-attr]
+        return y
+
+
+def fuse_gates(model: nn.Module) -> None:
+    """The usual gated layers, `down_proj(silu(gate_proj(x)) * up_proj(x))` in bfloat16, with a gate of one pass."""
+    same: dict[type, bool] = {}
+    module: Any
+    for module in model.modules():
+        if not all(serves_linear(getattr(module, name, None)) for name in GATED) or not is_fast() or not _same_silu():
+            continue
+        stock_gate, stock = getattr(module, "act_fn", None), module.forward
+        if type(stock_gate).__name__ in ("SiLU", "SiLUActivation"):
+            module.act_fn = SiLUGate()
+            fused = _gated(module)
+            if type(module) not in same:
+                same[type(module)] = _same(stock, fused, module.gate_proj.weight[0])
+            if same[type(module)]:
+                module.forward = fused
+
+
+def _gated(module: Any) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        gate = module.gate_proj(x)
+        return module.down_proj(module.act_fn(gate, module.up_proj(x)))
+
+    return forward
+
+
+@functools.cache
+@torch.inference_mode()
+def _same_silu() -> bool:
+    """Whether the gate has torch's bits for every number that there is in bfloat16."""
+    x = torch.arange(-(1 << 15), 1 << 15).short().view(torch.bfloat16)[None]
+    stock, fused = nn.functional.silu(x), SiLUGate()(x, torch.ones_like(x))
+    return torch.equal(stock.isnan(), fused.isnan()) and torch.equal(stock.nan_to_num(), fused.nan_to_num())
 
 
 def fuse_rotary(model: nn.Module) -> None:
@@ -180,7 +229,7 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """x (1, heads, tokens, dim) turned by the angles of cosine and sine (1, tokens, dim)."""
     _, heads, tokens, dim = x.shape
     y = torch.empty(1, tokens, heads, dim, dtype=x.dtype)
-    strides = ctypes.c_int64(x.stride(1)), ctypes.c_int64(x.stride(2))
+    strides = x.stride(1), x.stride(2)
     rotate = getattr(library(), f"rotate_{SUFFIXES[x.dtype]}")
     rotate(address(x), *strides, address(cosine), address(sine), address(y), heads, tokens, dim)
     return y.transpose(1, 2)

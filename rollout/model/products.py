@@ -8,7 +8,6 @@ sides keep torch's own. Imports torch only: `trainer_bridge.exact` uses it, too.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,7 +50,7 @@ class PackedWeight:
         outputs, inputs = weight.shape
         filled = -(-outputs // PANEL) * PANEL
         panels = in_huge_pages(weight.new_empty(filled, inputs))
-        kernels.pack_bf16(address(weight), ctypes.c_int64(outputs), inputs, address(panels))
+        kernels.pack_bf16(address(weight), outputs, inputs, address(panels))
         bias = None
         if biases:
             bias = torch.zeros(filled)
@@ -69,8 +68,8 @@ class PackedWeight:
             address(x),
             address(self.panels),
             None if self.bias is None else address(self.bias),
-            ctypes.c_int64(x.numel() // inputs),
-            ctypes.c_int64(self.outputs),
+            x.numel() // inputs,
+            self.outputs,
             inputs,
             address(y),
             int(dtype is torch.bfloat16),

@@ -12,7 +12,7 @@ from rollout.model.attention import native
 from rollout.model.attention.base import AttentionBackend, LayerShape, RaggedBatch, serving
 from rollout.model.attention.chunked import CHUNK, fill_up, padded_rows
 from rollout.model.attention.cpu import TorchAttention
-from rollout.model.fused import PackedWeights, fuse_norms, fuse_rotary
+from rollout.model.fused import PackedWeights, fuse_gates, fuse_norms, fuse_rotary
 from rollout.model.graphs import CudaGraphs, DecodeGraphs
 from rollout.model.invariance import prove_batch_invariance
 from rollout.model.loader import load_model, plug_in_attention
@@ -40,6 +40,7 @@ class ModelRunner:
         fuse_norms(self.model)
         fuse_rotary(self.model)
         self.packed = PackedWeights(self.model)
+        fuse_gates(self.model)
         if config.batch_invariant:
             prove_batch_invariance(self.model, lambda blocks: self._backend(shapes, blocks), config.block_size)
         text_config = self.model.config.get_text_config()

@@ -56,7 +56,6 @@ class NativeAttention(AttentionBackend):
         if not _fits(block_size) or not all(_knows(shape.key_dim, dtype, device) for shape in layers):
             raise ValueError(f"the native kernels don't serve blocks of {block_size} in {dtype} on {device}")
         self._attend = getattr(library(), f"attend_{SUFFIXES[dtype]}")
-        self._attend.restype = None
 
         def cache(layer: LayerShape, dim: int) -> Tensor:
             return in_huge_pages(torch.empty(num_blocks, layer.num_kv_heads * block_size * dim, dtype=dtype))
@@ -81,9 +80,11 @@ class NativeAttention(AttentionBackend):
         self._row_token = _ranges([(batch.query_start[i], batch.query_start[i + 1]) for i in order])
         self._row_seen = _ranges([(contexts[i] - lens[i] + 1, contexts[i] + 1) for i in order])
         self._row_table = np.repeat(starts[:-1][order], np.array(lens)[order])
+        self._writes = _at(self._slots), self._num_tokens, _at(self._fresh), len(self._fresh)
+        self._reads = _at(self._row_token), _at(self._row_seen), _at(self._row_table), _at(self._tables)
         self._num_decodes = sum(length == 1 for length in lens)
         self._prompt_lens = [lens[i] for i in order[self._num_decodes :]]
-        self._tiles: dict[int, np.ndarray] = {}
+        self._tiles: dict[int, tuple[np.ndarray, int, int]] = {}
 
     def _partial_new_blocks(self, batch: RaggedBatch) -> list[int]:
         """Blocks whose first slot is written now and whose last is not: what lies behind must not be an old NaN."""
@@ -94,16 +95,17 @@ class NativeAttention(AttentionBackend):
                 fresh.append(table[last])
         return fresh
 
-    def _tiles_of(self, groups: int) -> np.ndarray:
-        """Bounds of the tiles, in rows: a tile holds decoding rows, or rows of one prompt."""
+    def _tiles_of(self, groups: int) -> tuple[int, int]:
+        """Where the bounds of the tiles are, and how many there are: one holds decoding rows, or rows of one prompt."""
         if groups not in self._tiles:
             size = max(1, VECTORS // groups)
             bounds, start = [0], 0
             for length in (self._num_decodes, *self._prompt_lens):
                 bounds += [*range(start + size, start + length, size), start + length] if length else []
                 start += length
-            self._tiles[groups] = np.array(bounds, np.int32)
-        return self._tiles[groups]
+            tiles = np.array(bounds, np.int32)
+            self._tiles[groups] = tiles, _at(tiles), len(tiles) - 1
+        return self._tiles[groups][1:]
 
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         return self.attend(layer, query, key, value, params, None)
@@ -118,7 +120,6 @@ class NativeAttention(AttentionBackend):
         output = torch.empty(tokens, heads, shape.value_dim, dtype=self.dtype)
         if tokens > self._num_tokens:
             output[self._num_tokens :] = 0
-        tiles = self._tiles_of(heads // shape.num_kv_heads)
         strides = (ctypes.c_int64 * 6)(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
         sinks = None if params.sinks is None else params.sinks.float().contiguous()
         self._attend(
@@ -133,19 +134,12 @@ class NativeAttention(AttentionBackend):
             shape.key_dim,
             shape.value_dim,
             heads,
-            _array(self._slots),
-            self._num_tokens,
-            _array(self._fresh),
-            len(self._fresh),
-            _array(self._row_token),
-            _array(self._row_seen),
-            _array(self._row_table),
-            _array(self._tables),
-            _array(tiles),
-            len(tiles) - 1,
-            ctypes.c_float(params.scaling),
+            *self._writes,
+            *self._reads,
+            *self._tiles_of(heads // shape.num_kv_heads),
+            params.scaling,
             params.window or 0,
-            ctypes.c_float(params.softcap or 0.0),
+            params.softcap or 0.0,
             None if sinks is None else address(sinks),
             address(output),
             None if lse is None else address(lse),
@@ -193,5 +187,5 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _array(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
+def _at(array: np.ndarray) -> int:
+    return array.ctypes.data

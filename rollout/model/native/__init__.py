@@ -25,6 +25,21 @@ FLAGS = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "
 BUILD_TIMEOUT_S = 120
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """The dtypes that the kernels know, and what their names end in."""
+TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+SIGNATURES = {
+    "attend_bf16": "pppp pp iiiii pipi pppp pi fif ppp i",
+    "attend_f32": "pppp pp iiiii pipi pppp pi fif ppp i",
+    "rotate_bf16": "pll ppp iii",
+    "rotate_f32": "pll ppp iii",
+    "normalize_bf16": "pp f p lii",
+    "normalize_f32": "pp f p lii",
+    "gate_bf16": "pplp li",
+    "pack_bf16": "plip",
+    "multiply_bf16": "ppp lli pi",
+    "draw_f32": "pli ppp i",
+    "use_huge_pages": "pl",
+}
+"""The arguments of the kernels, a letter of TYPES each. They return nothing."""
 
 
 @functools.cache
@@ -37,11 +52,16 @@ def library() -> ctypes.CDLL | None:
         logger.warning("No C++ compiler (c++) was found: attention runs in plain torch, several times slower.")
         return None
     try:
-        return ctypes.CDLL(str(_built(compiler)))
+        kernels = ctypes.CDLL(str(_built(compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = error.stderr if isinstance(error, subprocess.CalledProcessError) else error
         logger.warning("The native kernels can't be built, plain torch is used instead, slower: %s", detail)
         return None
+    for name, arguments in SIGNATURES.items():
+        function = getattr(kernels, name)
+        function.argtypes = [TYPES[letter] for letter in arguments.replace(" ", "")]
+        function.restype = None
+    return kernels
 
 
 def is_fast() -> bool:
@@ -75,16 +95,16 @@ def _instruction_set() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
-def address(tensor: torch.Tensor) -> ctypes.c_void_p:
+def address(tensor: torch.Tensor) -> int:
     """Where the tensor's elements lie, as the kernels take it. The caller keeps the tensor alive."""
-    return ctypes.c_void_p(tensor.data_ptr())
+    return tensor.data_ptr()
 
 
 def in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, not yet written to, whose memory will come in huge pages where the system has them."""
     kernels = library()
     if kernels is not None and tensor.device.type == "cpu":
-        kernels.use_huge_pages(address(tensor), ctypes.c_int64(tensor.nbytes))
+        kernels.use_huge_pages(address(tensor), tensor.nbytes)
     return tensor
 
 

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <type_traits>
 #include <vector>
+#include <omp.h>
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
@@ -65,6 +66,17 @@ inline void store_narrow(bf16* at, Floats v) {
     std::memcpy(at, &h, sizeof h);
 }
 
+// The same for numbers that aren't denormal.
+inline void store_normal(float* at, Floats v) { store(at, v); }
+inline void store_normal(bf16* at, Floats v) {
+#ifdef __AVX512BF16__
+    __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(at, &h, sizeof h);
+#else
+    store_narrow(at, v);
+#endif
+}
+
 inline Floats load_wide(const float* at) { return load(at); }
 inline Floats load_wide(const bf16* at) {
     typedef bf16 Halves __attribute__((vector_size(32)));
@@ -78,29 +90,63 @@ template <> inline Floats rounded<bf16>(Floats v) {
     return floats((b + 0x7fff + ((b >> 16) & 1)) & int32_t(0xffff0000));
 }
 
-inline float sum(Floats v) {
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) v[i] += v[i + half];
-    return v[0];
+inline Floats least(Floats a, Floats b) {  // NaN where b is
+#ifdef __AVX512F__
+    return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return a < b ? a : b;
+#endif
 }
-inline float largest(Floats v) {
-    float top = v[0];
-    for (int i = 1; i < LANES; i++) top = std::max(top, v[i]);
-    return top;
+inline Floats most(Floats a, Floats b) {
+#ifdef __AVX512F__
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return a > b ? a : b;
+#endif
 }
 
-inline Floats exponential(Floats x) {  // 0 below exp's smallest normal result
-    Ints none = x < all(-87.0f);
-    x = none ? all(-87.0f) : x;
+// A vector folded in half until one number is left.
+template <class Fold4, class Fold> inline float folded(Floats v, Fold4 fold, Fold fold_two) {
+#ifdef __AVX512F__
+    __m512 wide = (__m512)v;
+    __m128 a = fold(_mm512_castps512_ps128(wide), _mm512_extractf32x4_ps(wide, 2));
+    __m128 b = fold(_mm512_extractf32x4_ps(wide, 1), _mm512_extractf32x4_ps(wide, 3));
+    a = fold(a, b);
+    a = fold(a, _mm_movehl_ps(a, a));
+    return fold_two(a[0], a[1]);
+#else
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) v[i] = fold_two(v[i], v[i + half]);
+    return v[0];
+#endif
+}
+inline float sum(Floats v) {
+    return folded(v, [](auto a, auto b) { return a + b; }, [](float a, float b) { return a + b; });
+}
+inline float largest(Floats v) {
+    return folded(v, [](auto a, auto b) { return a > b ? a : b; }, [](float a, float b) { return std::max(a, b); });
+}
+
+inline Floats reduced_exponential(Floats x, Ints& power) {  // exp(x) is what is returned, times 2^power
     Floats n = fused(x, all(1.44269504f), all(12582912.0f)) - 12582912.0f;
     Floats r = fused(n, all(-0.693359375f), x);
     r = fused(n, all(2.12194440e-4f), r);
     Floats p = all(1.9875691500e-4f);
     for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
         p = fused(p, r, all(c));
-    p = fused(p, r * r, r) + 1.0f;
-    Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
-    return none ? Floats{} : p * floats(power);
+    power = __builtin_convertvector(n, Ints);
+    return fused(p, r * r, r) + 1.0f;
+}
+inline Floats power_of_two(Ints n) { return floats((n + 127) << 23); }
+inline Floats exponential(Floats x) {  // for x <= 88; 0 below exp's smallest normal result
+    Ints none = x < all(-87.0f), power;
+    Floats p = reduced_exponential(none ? all(-87.0f) : x, power);
+    return none ? Floats{} : p * power_of_two(power);
+}
+inline Floats silu(Floats x) {  // x / (1 + exp(-x))
+    Ints power;
+    Floats p = reduced_exponential(least(all(89.5f), -least(all(86.0f), x)), power);  // 1 + exp(-86) is 1, exp(89.5) inf
+    return x / fused(p * power_of_two(power - 1), all(2.0f), all(1.0f));
 }
 
 // Elements come in pairs of neighbours along the sum in bfloat16, one by one in float32: a "word" is such a pair.
@@ -292,13 +338,16 @@ template <class T> class Tile {
         float* s = &scores[size_t(v) * CHUNK];
         Floats top = all(-INFINITY), total{};
         const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const int plain = hidden ? 0 : seen;  // positions before it are all seen
         for (int p = 0; p < length; p += LANES) {
             Floats x = load(s + p) * scaling;
             if (softcap != 0)
                 for (int i = 0; i < LANES; i++) x[i] = softcap * std::tanh(x[i] / softcap);
-            Ints at = lanes + p;
-            x = ((at < seen) & (at >= hidden)) ? x : all(-INFINITY);
-            top = x > top ? x : top;
+            if (p + LANES > plain) {
+                Ints at = lanes + p;
+                x = ((at < seen) & (at >= hidden)) ? x : all(-INFINITY);
+            }
+            top = most(x, top);
             store(s + p, x);
         }
         peaks[v] = largest(top);
@@ -307,7 +356,7 @@ template <class T> class Tile {
         for (int p = 0; p < length; p += LANES) {
             Floats e = exponential(load(s + p) - subtract);
             total += e;
-            store_narrow(w + p, e);
+            store_normal(w + p, e);
         }
         sums[v] = sum(total);
     }
@@ -346,7 +395,7 @@ template <class T> class Tile {
 
     void fold(int v, float peak, float total, const float* partial) {
         float top = std::max(std::max(tops[v], peak), -3.4e38f);
-        float keep = std::exp(tops[v] - top), add = std::exp(peak - top);
+        float keep = tops[v] == top ? 1.0f : std::exp(tops[v] - top), add = peak == top ? 1.0f : std::exp(peak - top);
         tops[v] = top;
         totals[v] = totals[v] * keep + total * add;
         float* to = &outputs[size_t(v) * cache.padded];
@@ -365,12 +414,12 @@ void attend(const T* query, const T* key, const T* value, const int64_t* strides
 #pragma omp parallel
     {
 #pragma omp for
-        for (int h = 0; h < heads_kv; h++) {
-            for (int i = 0; i < num_fresh; i++)
-                std::memset(cache.value_block(fresh[i], h), 0, sizeof(T) * cache.block_size * cache.padded);
-            for (int t = 0; t < tokens; t++)
+        for (int i = 0; i < num_fresh; i++)
+            std::memset(cache.value_block(fresh[i], 0), 0, sizeof(T) * heads_kv * cache.block_size * cache.padded);
+#pragma omp for
+        for (int t = 0; t < tokens; t++)
+            for (int h = 0; h < heads_kv; h++)
                 cache.write(slots[t], h, key + h * strides[2] + t * strides[3], value + h * strides[4] + t * strides[5]);
-        }
         Tile<T> tile(cache, heads, scaling, window, softcap);
         std::vector<Row> rows;
 #pragma omp for schedule(dynamic)
@@ -420,6 +469,17 @@ void rotate(const T* from, int64_t head_stride, int64_t token_stride, const T* c
                 store_some(y + half + d, rounded<T>(high * load_some(c + half + d, n)) + rounded<T>(low * load_some(s + half + d, n)), n);
             });
         }
+}
+
+// y = silu(gate) * up, each operation rounded as one of torch's would be. Rows of n, `stride` elements apart in gate and up.
+template <class T>
+void gate(const T* gates, const T* ups, int64_t stride, T* y, int64_t rows, int n) {
+#pragma omp parallel for if (rows * n > 8192)
+    for (int64_t r = 0; r < rows; r++)
+        in_vectors<T>(n, [&](int d, int count) {
+            Floats x = load_some(gates + r * stride + d, count);
+            store_some(y + r * n + d, rounded<T>(silu(x)) * load_some(ups + r * stride + d, count), count);
+        });
 }
 
 // y (rows, n) = x (rows, k) · weight (n, k) + bias: the weight packed as [n / 64][k / 2][64][2].
@@ -475,77 +535,129 @@ void multiply(const bf16* x, const bf16* packed, const float* bias, int64_t rows
     int64_t blocks = (rows * k * int64_t(sizeof(bf16)) + CACHED_BYTES - 1) / CACHED_BYTES;  // of rows that stay in the cache
     int64_t height = ((rows + blocks - 1) / blocks + ROWS - 1) / ROWS * ROWS;
     blocks = (rows + height - 1) / height;
-#pragma omp parallel for
-    for (int64_t i = 0; i < blocks * panels; i++) {
-        int64_t p = i % panels, first = i / panels * height, tiles = (std::min(height, rows - first) + ROWS - 1) / ROWS;
-        const bf16* panel = packed + p * k * PANEL;
-        const char* next = reinterpret_cast<const char*>(panel) + bytes;
-        int64_t share = p + 1 < panels ? (bytes / tiles + 63) / 64 * 64 : 0;
-        int width = int(std::min<int64_t>(PANEL, n - p * PANEL));
-        for (int64_t t = 0; t < tiles; t++) {
+    int64_t steps = height / ROWS, units = blocks * panels * steps;  // of work: ROWS rows with one panel
+#pragma omp parallel
+    {
+        int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+        int64_t begin = units * thread / threads, end = units * (thread + 1) / threads;
+        for (int64_t from = begin, to; from < end; from = to) {
+            int64_t i = from / steps, p = i % panels, first = i / panels * height, last = std::min(first + height, rows);
+            to = std::min((i + 1) * steps, end);
+            const bf16* panel = packed + p * k * PANEL;
+            const char* next = reinterpret_cast<const char*>(panel) + bytes;
+            int64_t share = p + 1 < panels && to < end ? (bytes / (to - from) + 63) / 64 * 64 : 0, done = 0;
+            int width = int(std::min<int64_t>(PANEL, n - p * PANEL));
             auto rows_of = [&](auto count, int64_t r, Ahead ahead) {
                 multiply_rows<decltype(count)::value, T>(x + r * k, panel, bias ? bias + p * PANEL : nullptr, k,
                                                          y + r * n + p * PANEL, n, width, ahead);
             };
-            int64_t r = first + t * ROWS, left = std::min<int64_t>(ROWS, rows - r), from = std::min(t * share, bytes);
-            Ahead ahead{next + from, std::min(share, bytes - from)};
-            if (left == ROWS) { rows_of(std::integral_constant<int, ROWS>(), r, ahead); continue; }
-            for (; left >= 2; left -= 2, r += 2, ahead.bytes = 0) rows_of(std::integral_constant<int, 2>(), r, ahead);
-            if (left) rows_of(std::integral_constant<int, 1>(), r, ahead);
+            for (int64_t unit = from; unit < to; unit++, done = std::min(done + share, bytes)) {
+                int64_t r = first + (unit - i * steps) * ROWS, left = std::min<int64_t>(ROWS, last - r);
+                Ahead ahead{next + done, std::min(share, bytes - done)};
+                if (left == ROWS) { rows_of(std::integral_constant<int, ROWS>(), r, ahead); continue; }
+                for (; left >= 2; left -= 2, r += 2, ahead.bytes = 0) rows_of(std::integral_constant<int, 2>(), r, ahead);
+                if (left > 0) rows_of(std::integral_constant<int, 1>(), r, ahead);
+            }
         }
     }
 }
 
 // The sum of squares in the order of ATen's sum over a contiguous row: four interleaved sums of vectors of `width`
 // floats, each folded away every 16 (then 256, ...) steps, and at the end the tail and the lanes one by one.
-template <class T> float sum_of_squares(const T* x, int n, int width) {
-    constexpr int LEVELS = 4, WAYS = 4;
-    float sums[LEVELS][WAYS][LANES] = {};
+template <int width, class T> float sum_of_squares(const T* x, int n) {
+    constexpr int LEVELS = 3, WAYS = 4;
+    typedef float Eight __attribute__((vector_size(32)));
+    typedef std::conditional_t<width == LANES, Floats, Eight> Some;
+    Some sums[WAYS] = {}, folded[LEVELS][WAYS] = {};
     auto add = [&](int way, int vector) {
-        for (int l = 0; l < width; l++) {
-            float v = widen(x[vector * width + l]);
-            sums[0][way][l] += v * v;
-        }
+        float some[width];
+        for (int l = 0; l < width; l++) some[l] = widen(x[vector * width + l]);
+        Some v; std::memcpy(&v, some, sizeof v);
+        sums[way] += v * v;
     };
-    auto fold = [&](int to) {
-        for (int w = 0; w < WAYS; w++)
-            for (int l = 0; l < width; l++) sums[to][w][l] += sums[to - 1][w][l], sums[to - 1][w][l] = 0;
+    auto fold = [&](int steps) {
+        for (int w = 0; w < WAYS; w++) folded[0][w] += sums[w], sums[w] = Some{};
+        for (int j = 1, done = steps / 16; j < LEVELS && done % 16 == 0; j++, done /= 16)
+            for (int w = 0; w < WAYS; w++) folded[j][w] += folded[j - 1][w], folded[j - 1][w] = Some{};
     };
     int vectors = n / width, steps = vectors / WAYS;
-    for (int i = 0; i < steps; i++) {
-        if (i && i % 16 == 0)
-            for (int j = 1, done = i / 16; j < LEVELS; j++, done /= 16) {
-                fold(j);
-                if (done % 16) break;
-            }
-        for (int w = 0; w < WAYS; w++) add(w, i * WAYS + w);
+    for (int i = 0; i < steps;) {
+        for (int end = std::min(i + 16, steps); i < end; i++)
+            for (int w = 0; w < WAYS; w++) add(w, i * WAYS + w);
+        if (i % 16 == 0) fold(i);
     }
-    if (steps && steps % 16 == 0)
-        for (int j = 1, done = steps / 16; j < LEVELS; j++, done /= 16) {
-            fold(j);
-            if (done % 16) break;
-        }
-    for (int j = 1; j < LEVELS; j++)
-        for (int w = 0; w < WAYS; w++)
-            for (int l = 0; l < width; l++) sums[0][w][l] += sums[j][w][l];
+    for (int j = 0; j < LEVELS; j++)
+        for (int w = 0; w < WAYS; w++) sums[w] += folded[j][w];
     for (int i = steps * WAYS; i < vectors; i++) add(0, i);
-    for (int w = 1; w < WAYS; w++)
-        for (int l = 0; l < width; l++) sums[0][0][l] += sums[0][w][l];
+    for (int w = 1; w < WAYS; w++) sums[0] += sums[w];
     float total = 0;
     for (int i = vectors * width; i < n; i++) total += widen(x[i]) * widen(x[i]);
-    for (int l = 0; l < width; l++) total += sums[0][0][l];
+    for (int l = 0; l < width; l++) total += sums[0][l];
     return total;
 }
 
-template <class T>
-void normalize(const T* x, const T* weight, float epsilon, T* y, int64_t rows, int n, int width) {
+template <int width, class T>
+void normalize(const T* x, const T* weight, float epsilon, T* y, int64_t rows, int n) {
 #pragma omp parallel for if (rows * n > 16384)
     for (int64_t r = 0; r < rows; r++) {
-        float scale = 1.0f / std::sqrt(sum_of_squares(x + r * n, n, width) / n + epsilon);
+        float scale = 1.0f / std::sqrt(sum_of_squares<width>(x + r * n, n) / n + epsilon);
         in_vectors<T>(n, [&](int d, int count) {
             Floats normal = rounded<T>(load_some(x + r * n + d, count) * scale);
             store_some(y + r * n + d, load_some(weight + d, count) * normal, count);
         });
+    }
+}
+
+// One token a row by inverse CDF over softmax(logits / temperature), as rollout/engine/sampler.py defines it: first a
+// block of tokens by the blocks' sums, then a token of it. NaN counts as -inf, +inf as a large number.
+constexpr int BLOCK = 256;
+
+// An index by inverse CDF over n weights, rounded to integers; `uniform` becomes where it fell inside the pick.
+int pick(const float* weights, int n, double& uniform, double* shares) {
+    float top = *std::max_element(weights, weights + n);
+    double total = 0, end = 0;
+    int last = 0;
+    for (int i = 0; i < n; i++) total += shares[i] = std::nearbyint(double(weights[i]) / double(top) * 4398046511104.0);
+    double target = std::floor(uniform * total);
+    for (int i = 0; i < n && end <= target; i++)
+        if (shares[i] > 0) last = i, end += shares[i];
+    uniform = (target - (end - shares[last])) / shares[last];
+    return last;
+}
+
+void draw(const float* logits, int64_t stride, int vocab, const float* temperatures, const double* uniforms,
+          int64_t* tokens, int rows) {
+    const int blocks = (vocab + BLOCK - 1) / BLOCK, size = std::max(blocks, BLOCK);
+#pragma omp parallel
+    {
+        std::vector<float> scaled(int64_t(blocks) * BLOCK, -INFINITY), weights(size);
+        std::vector<double> shares(size);
+#pragma omp for schedule(dynamic)
+        for (int r = 0; r < rows; r++) {
+            Floats tops = all(-INFINITY);
+            in_vectors<float>(vocab, [&](int d, int n) {
+                Floats x = load_some(logits + r * stride + d, n);
+                x = x == x ? x : all(-INFINITY);
+                x = x == all(INFINITY) ? all(1e30f) : x;
+                if (temperatures[r] != 1) x = x / temperatures[r];
+                for (int i = n; i < LANES; i++) x[i] = -INFINITY;
+                tops = most(x, tops);
+                store(&scaled[d], x);
+            });
+            float top = largest(tops);
+            if (top == -INFINITY) { tokens[r] = 0; continue; }
+            for (int b = 0; b < blocks; b++) {
+                Floats parts[BLOCK / LANES];
+                for (int i = 0; i < BLOCK / LANES; i++) parts[i] = exponential(load(&scaled[b * BLOCK + i * LANES]) - top);
+                for (int half = BLOCK / LANES / 2; half; half /= 2)
+                    for (int i = 0; i < half; i++) parts[i] += parts[i + half];
+                weights[b] = sum(parts[0]);
+            }
+            double uniform = uniforms[r];
+            int block = pick(weights.data(), blocks, uniform, shares.data());
+            for (int i = 0; i < BLOCK; i += LANES) store(&weights[i], exponential(load(&scaled[block * BLOCK + i]) - top));
+            tokens[r] = block * BLOCK + pick(weights.data(), BLOCK, uniform, shares.data());
+        }
     }
 }
 
@@ -568,7 +680,8 @@ void normalize(const T* x, const T* weight, float epsilon, T* y, int64_t rows, i
         rotate<T>(x, hs, ts, c, s, y, heads, tokens, dim);                                                             \
     }                                                                                                                  \
     extern "C" void normalize_##NAME(const T* x, const T* w, float e, T* y, int64_t rows, int n, int width) {          \
-        normalize<T>(x, w, e, y, rows, n, width);                                                                      \
+        if (width == 16) normalize<16>(x, w, e, y, rows, n);                                                           \
+        else normalize<8>(x, w, e, y, rows, n);                                                                      \
     }
 BOTH(EXPORT)
 
@@ -577,6 +690,13 @@ extern "C" void multiply_bf16(const bf16* x, const bf16* packed, const float* bi
                               void* y, int rounded) {
     if (rounded) multiply(x, packed, bias, rows, n, k, static_cast<bf16*>(y));
     else multiply(x, packed, bias, rows, n, k, static_cast<float*>(y));
+}
+extern "C" void draw_f32(const float* logits, int64_t stride, int vocab, const float* temperatures,
+                         const double* uniforms, int64_t* tokens, int rows) {
+    draw(logits, stride, vocab, temperatures, uniforms, tokens, rows);
+}
+extern "C" void gate_bf16(const bf16* gates, const bf16* ups, int64_t stride, bf16* y, int64_t rows, int n) {
+    gate(gates, ups, stride, y, rows, n);
 }
 extern "C" int has_wide_vectors() {  // whether a vector of 16 floats is one register: else torch is faster
 #ifdef __AVX512F__
