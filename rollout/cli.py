@@ -85,7 +85,15 @@ def _with_flags(*configs: type) -> Callable[[Callable[..., None]], Callable[...,
 def serve(**values: Any) -> None:
     """Serve MODEL over HTTP until SIGTERM or Ctrl-C."""
     engine_config, server_config = config_from(EngineConfig, values), config_from(ServerConfig, values)
-    from rollout.server.main import serve as run
+    if server_config.data_parallel_backend == "ray":
+        try:
+            from rollout.ray import serve as run
+        except ImportError as error:
+            raise typer.BadParameter(
+                f"{error}: pip install 'rollout[ray]'", param_hint="--data-parallel-backend"
+            ) from None
+    else:
+        from rollout.server.main import serve as run
 
     raise typer.Exit(run(engine_config, server_config))
 

@@ -16,6 +16,7 @@ KVPolicy = Literal["keep", "recompute"]
 WeightStaging = Literal["full", "in_place"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
+DataParallelBackend = Literal["mp", "ray"]
 AttentionBackendName = Literal["auto", "native", "torch", "flash_attn", "triton"]
 
 
@@ -126,6 +127,9 @@ class ServerConfig:
     )
     engine_restarts: int = _flag(3, "Most restarts of a dead engine within 10 minutes; beyond them it stays dead.")
     data_parallel_size: int = _flag(1, "Engines, each with the whole model; on CUDA, each with devices of its own.")
+    data_parallel_backend: DataParallelBackend = _flag(
+        "mp", "mp: engines are processes of this machine. ray: actors of a Ray cluster, behind Ray Serve."
+    )
     uvicorn_log_level: LogLevel = _flag("warning", "Log level of the HTTP server.")
 
     def __post_init__(self) -> None:

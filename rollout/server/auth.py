@@ -41,7 +41,8 @@ class BearerAuth:
             return
         authenticated = not self._digests or self._has_key(scope)
         scope.setdefault("state", {})["authenticated"] = authenticated
-        if authenticated or scope["path"] in self._open_paths:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # behind a prefix, such as Ray Serve's
+        if authenticated or path in self._open_paths:
             await self._app(scope, receive, send)
             return
         message = "This server needs a key: send one that it was started with as `Authorization: Bearer KEY`."

@@ -32,7 +32,7 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, target: EngineTa
     """Serve until SIGTERM or SIGINT. Returns the exit code: 0, or 1 where the address is taken or no engine starts."""
     started = time.perf_counter()
     try:
-        listener = _bind(config.host, config.port)
+        listener = listen(config.host, config.port)
     except (OSError, OverflowError) as error:
         print(f"rollout: can't listen on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
@@ -49,7 +49,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, target: EngineTa
         return runner.run(_serve(engine_config, config, listener, target, started))
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises OSError or OverflowError where the address or the port can't be had."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
