@@ -42,7 +42,7 @@ AgainstOption = Annotated[str | None, typer.Option(help="A second server, measur
 AgainstKeyOption = Annotated[str | None, typer.Option(help="The second server's bearer key.")]
 LoadsOption = Annotated[
     list[str] | None,
-    typer.Option("--load", help="grpo, singles, single, group (the default), many, json, sse; may be repeated."),
+    typer.Option("--load", help="grpo, singles, single, group (the default), few, many, json, sse; may be repeated."),
 ]
 LoadOption = Annotated[str, typer.Option(help="One of the loads.")]
 RoundsOption = Annotated[int, typer.Option(min=1, help="Measured rounds; others warm up first.")]

@@ -62,6 +62,7 @@ LOADS = {
         Load("singles", "8 prompts x 8 single requests, 256 -> 128", 64, 1, 256, 256, 128, repeat=8),
         Load("single", "1 request, 32 -> 128", 1, 1, 32, 32, 128, stream=True),
         Load("group", "1 prompt x 32 samples (n), 1024 -> 64", 1, 32, 1024, 1024, 64),
+        Load("few", "32 requests, 32 to 3968 -> 128", 32, 1, 32, 3968, 128),
         Load("many", "256 requests, 32 to 3968 -> 128", 256, 1, 32, 3968, 128),
         Load("json", "64 requests, 16 -> 128, whole answers", 64, 1, 16, 16, 128),
         Load("sse", "64 requests, 16 -> 128, streamed", 64, 1, 16, 16, 128, stream=True),

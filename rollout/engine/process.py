@@ -142,6 +142,7 @@ class EngineProcess:
         busy = self.engine.has_work and not self.engine.paused
         for socket, _ in self._poller.poll(0 if busy else None):
             self._receive(socket)
+        self.engine.commit_weights()  # the step would, but the trainer need not wait for the rest of it
         while not self._answers.empty():
             self._send(self._answers.get())
         self._emit(self.engine.step())
