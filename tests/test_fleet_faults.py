@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import tiny_models
+import torch
 from scripted_fleet import Script, ScriptedFleet
 
 from rollout.server.engine_client import EngineError
+from rollout.weights.offer import offer_weights
+from rollout.weights.store import WeightStore
 
 
 @pytest.fixture
@@ -170,6 +175,7 @@ def test_who_has_the_weights_of_the_last_one_serves_them(make: Callable[..., Scr
     for _ in range(20):
         lab.turn()
     lab.kill(0)
+    deliver_until(lab, 1, "restore").deliver()  # before the other one has loaded
     lab.heal()
     assert lab.serving() == {(1, "seven", 7, False)}
     assert all(client.refusal is None for client in lab.fleet.ranks)
@@ -271,3 +277,16 @@ def test_a_whole_update_in_one_call_can_be_aborted(make: Callable[..., ScriptedF
     with pytest.raises(EngineError):
         update.result()
     assert lab.serving() == {(0, "default", 0, False)}
+
+
+def test_weights_that_nobody_takes_are_gathered_to_the_end() -> None:
+    """Else the followers of a sharded source would wait for the leader, and die of it."""
+    over = threading.Event()
+
+    class Store(WeightStore):
+        def gather(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from super().gather(tensors)
+            over.set()
+
+    offer_weights(Store(tiny_models.model("llama", 0)), 0.2, 2)
+    assert over.wait(30)
