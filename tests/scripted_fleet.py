@@ -136,8 +136,9 @@ class Script:
             case Call(call_id, method, params):
                 self.calls.append(method)
                 try:
-                    if method in self.refuses:
-                        self.refuses.discard(method)
+                    prepares = method != "finish_weight_update" or params.get("prepare")
+                    if (asked := method if prepares else "commit") in self.refuses:
+                        self.refuses.discard(asked)
                         if method in ("update_weights", "finish_weight_update"):
                             self._drop()
                         raise Refused(500, "scripted")

@@ -18,7 +18,7 @@ from rollout.server.engine_client import EngineError
 from rollout.server.request_stream import RequestStream
 
 RANKS = st.integers(0, 3)
-REFUSED = ["start_weight_update", "update_weights", "finish_weight_update", "offer_weights", "restore", "weight_info"]
+REFUSED = ["start_weight_update", "update_weights", "finish_weight_update", "commit", "offer_weights", "restore"]
 
 
 class FleetMachine(RuleBasedStateMachine):
