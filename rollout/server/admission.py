@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from rollout.server.commit import ask_all
 from rollout.server.engine_client import EngineClient
 
 _CALL_S = 60.0
@@ -40,7 +42,9 @@ async def copy_weights(source: EngineClient, client: EngineClient) -> int:
     return int(offer["epoch"])
 
 
-async def is_between_updates(source: EngineClient) -> bool:
-    """Whether `source` is not in the middle of a trainer's update. Raises EngineError."""
-    info = await source.ask("weight_info", timeout_s=_CALL_S)
-    return info["state"] not in ("open", "receiving", "ready")
+async def look(sources: Sequence[EngineClient]) -> tuple[list[EngineClient], bool]:
+    """Which of these have valid weights to give, and whether a trainer's update of any is under way. Raises
+    EngineError."""
+    infos = await ask_all(sources, "weight_info", {}, _CALL_S)
+    valid = [source for source, info in infos.items() if info["weights"] == "valid"]
+    return valid, any(info["state"] in ("open", "receiving", "ready") for info in infos.values())

@@ -93,6 +93,7 @@ class EngineClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._info: EngineReady | None = None
         self._lost: EngineError | None = None
+        self._entering: asyncio.Task[Any] | None = None
         self._stopping = False
         self.state = self._said = EngineState(epoch=0, version="default", paused=False)
         self.error: EngineError | None = None
@@ -108,7 +109,10 @@ class EngineClient:
     def _spawn(self) -> None:
         self.life += 1
         self._ready: asyncio.Future[EngineReady] = self._loop.create_future()
-        self._link = self._connect(self.rank, self.config, self._dispatch, self.die)
+        try:
+            self._link = self._connect(self.rank, self.config, self._dispatch, self.die)
+        except OSError as error:
+            raise EngineError(f"{self.name} is not running: it can't be started: {error}.") from error
 
     def _go(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -179,6 +183,8 @@ class EngineClient:
 
     def abort_choice(self, stream: RequestStream, index: int, work: int) -> None:
         """End one choice of a request in the engine, with so much work left; it says nothing more of it."""
+        if stream.engine_id not in self._streams:  # the engine died with it
+            return
         self.work -= work
         if self.error is None:
             with contextlib.suppress(EngineError):
@@ -205,15 +211,20 @@ class EngineClient:
     def ask(
         self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float
     ) -> Coroutine[Any, Any, dict[str, Any]]:
-        """The same, of an engine that may not serve yet. It is sent at once; await the rest for the answer."""
+        """The same, of an engine that may not serve yet. It is sent at once; await the rest for the answer, also to
+        learn that it could not be sent: of several engines that are asked, each is."""
         call_id = next(self._ids)
         future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._send(Call(call_id, method, params or {}))
         self._calls[call_id] = future
+        try:
+            self._send(Call(call_id, method, params or {}))
+        except EngineError as error:
+            future.set_exception(error)
 
         async def answer() -> dict[str, Any]:
             try:
-                return await asyncio.wait_for(future, timeout_s)
+                async with asyncio.timeout(timeout_s):  # wait_for would overlook `die` where the answer has just come
+                    return await future
             except TimeoutError:
                 raise EngineError(f"{self.name} did not answer {method!r} within {timeout_s:g} s.") from None
             finally:
@@ -293,7 +304,8 @@ class EngineClient:
         self.error = EngineError(f"{self.name} {outlook}: {reason}.")
         orphans, self._streams, self.work = self._streams, {}, 0
         for stream in orphans.values():
-            self._orphan(stream, self.error)
+            if not stream.finished:  # else its reader has all of it, or will
+                self._orphan(stream, self.error)
         waiting: list[asyncio.Future[Any]] = [*self._calls.values(), self._ready]
         for future in waiting:
             if not future.done():
@@ -301,6 +313,9 @@ class EngineClient:
                 future.exception()  # retrieved: nobody may be waiting
         if self._info is not None and not self._stopping:  # else whoever started or stops it says so
             logger.warning("%s", self.error)
+        entering, self._entering = self._entering, None
+        if entering is not None and entering is not asyncio.current_task():
+            entering.cancel()  # nothing of it may reach the next engine
         if again:
             self._go(self._restart(self._link, reason))
 
@@ -317,21 +332,35 @@ class EngineClient:
     async def _restart(self, dead: Link, reason: str) -> None:
         """Start a successor that goes on from what the dead engine was known to serve."""
         await dead.close(_CLOSE_S)
-        self._spawn()
+        try:
+            self._spawn()
+        except EngineError as error:
+            self.error = error
+            logger.error("%s", error)
+            return
         with contextlib.suppress(EngineError):
             await self._enter(reason)
 
     async def _enter(self, reason: str) -> None:
-        """Have the engine serve, once it is ready and restored. Where that fails it is dead: raises EngineError."""
-        link = self._link
+        """Have the engine serve, once it is ready and restored. Where that fails it is dead: raises EngineError.
+
+        In a task of its own, which `die` cancels.
+        """
+        link, self._entering = self._link, asyncio.current_task()
         try:
             await self.wait_ready(self._start_timeout_s)
             restore = self._restore or EngineClient.restore
             self._lost = await restore(self, reason)
-        except EngineError as error:
+        except (Exception, asyncio.CancelledError) as error:
             if not link.over:  # else its death has been seen to
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+                if not isinstance(error, EngineError):
+                    logger.exception("%s can't be brought back", self.name)
                 self.die(f"its restart failed: {error}")
-            raise
+            assert self.error is not None
+            raise self.error from error
+        self._entering = None
         self.error, self.state = None, self._said
         self._go(self._watch(link))
 
@@ -341,8 +370,8 @@ class EngineClient:
         self.error = EngineError(f"{self.name} is being started.")
         self._spawn()
         try:
-            await self._enter("it joins")
-        except EngineError:
+            await self._loop.create_task(self._enter("it joins"))
+        except (EngineError, asyncio.CancelledError):
             await self.stop()
             raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import secrets
@@ -15,17 +16,23 @@ from typing import Any
 import msgspec
 
 from rollout.config import EngineConfig
-from rollout.messages import AddRequest, EngineReady
-from rollout.server.admission import copy_weights, is_between_updates
-from rollout.server.commit import WEIGHT_CALLS, WeightCalls, ask_all
+from rollout.messages import AddRequest, EngineReady, EngineState
+from rollout.server.admission import copy_weights, look
+from rollout.server.commit import WEIGHT_CALLS, WeightCalls, ask_all, first
 from rollout.server.engine_client import EngineClient, EngineError, run_engine
 from rollout.server.engine_link import Connect, EngineTarget, processes
 from rollout.server.request_stream import PROMPT_DISCOUNT, RequestStream
 from rollout.server.router import Router
 
+logger = logging.getLogger(__name__)
+
 # A rank is admitted between two updates, with the weights that serve then: how long it may take to come to that.
 _ADMISSION_S = 1800.0
 _POLL_S = 0.1
+# A copy may fail with the engine that gives it, whose death is known a moment later. Then another one gives it.
+_COPIES = 3
+_RETRY_S = 1.0
+_CALL_S = 60.0
 
 
 class Fleet:
@@ -62,7 +69,7 @@ class Fleet:
         self._seeds = random.Random(secrets.randbits(64) if seed is None else seed)
         self._size = size
         self._router = Router()
-        self._updates = WeightCalls(lambda: self.living)
+        self._updates = WeightCalls(self._callable)
         self._paused = False
         self._leaving: int | None = None
         self._scaling = asyncio.Lock()
@@ -96,13 +103,17 @@ class Fleet:
     async def wait_ready(self, timeout_s: float) -> EngineReady:
         """The facts of rank 0 once all serve. Raises EngineError where one dies first or takes longer than this."""
         infos = await asyncio.gather(*(client.wait_ready(timeout_s) for client in self.ranks))
-        for rank, info in enumerate(infos):
-            if info.device.partition(":")[0] != infos[0].device.partition(":")[0]:
-                raise EngineError(
-                    f"Engine {rank} is on {info.device}, engine 0 on {infos[0].device}: --data-parallel-size "
-                    f"{len(infos)} needs as many devices. Lower it, or choose --device cpu."
-                )
+        for client in self.ranks:
+            self._check_device(client)
         return infos[0]
+
+    def _check_device(self, client: EngineClient) -> None:
+        own, usual = client.info.device, self.info.device
+        if own.partition(":")[0] != usual.partition(":")[0]:
+            raise EngineError(
+                f"Engine {client.rank} is on {own}, engine 0 on {usual}: {client.rank + 1} engines need as many "
+                "devices. Have fewer, or choose --device cpu."
+            )
 
     async def stop(self) -> None:
         """End all engines, and whatever waits for them."""
@@ -112,6 +123,12 @@ class Fleet:
     def living(self) -> list[EngineClient]:
         """The ranks that can be talked to: neither dead nor being prepared."""
         return [client for client in self.ranks if client.error is None]
+
+    def _callable(self) -> list[EngineClient]:
+        """Those that a control call goes to. Raises EngineError where there is none."""
+        if self.error is not None:
+            raise self.error
+        return self.living
 
     @property
     def info(self) -> EngineReady:
@@ -145,7 +162,7 @@ class Fleet:
         """Raise a 503 where a request of `n` choices would be too much."""
         if self.max_queued is None:
             return
-        most = self.info.max_num_seqs * len(self.ranks) + self.max_queued
+        most = self.info.max_num_seqs * len(self._sources()) + self.max_queued
         if (now := self.in_flight) + n > most:
             raise EngineError(
                 f"The queue is full: {now} choices run or wait, and with {n} more there would be over "
@@ -162,14 +179,23 @@ class Fleet:
         if params.seed is None:
             params.seed = self._seeds.getrandbits(63)  # the same on every rank, and where it is begun again
         stream = RequestStream(request, pinned=rank is not None)
-        (self.choose(request) if rank is None else self.ranks[rank]).take(stream)
+        (self.choose(request) if rank is None else self._pinned(rank)).take(stream)
         return stream
+
+    def _pinned(self, rank: int) -> EngineClient:
+        if rank >= len(self.ranks):  # it has left since the request was checked
+            raise EngineError(f"data_parallel_rank {rank} is out of range [0, {len(self.ranks)}).", status=400)
+        if rank == self._leaving:
+            raise EngineError(f"Engine {rank} leaves the fleet: pin to another one.")
+        return self.ranks[rank]
 
     def choose(self, request: AddRequest) -> EngineClient:
         """The engine that a request should go to. Raises EngineError where none can serve it."""
         if len(self.ranks) == 1:
             return self.ranks[0]
-        work = {client.rank: client.work for client in self._sources() if client.rank != self._leaving}
+        work = {client.rank: client.work for client in self._sources()}
+        if len(work) > 1 and self._leaving is not None:
+            work.pop(self._leaving, None)
         if not work:
             assert self.refusal is not None
             raise self.refusal
@@ -179,7 +205,6 @@ class Fleet:
 
     def _replay(self, stream: RequestStream, error: EngineError) -> None:
         """Begin a dead engine's request again on another, or fail it."""
-        self._router.forget(stream.client.rank)
         if not (stream.pinned or stream.passed_on) and self.refusal is None:
             try:
                 self.choose(stream.request).take(stream)
@@ -198,13 +223,15 @@ class Fleet:
         """The answer of all engines to a control call, as one. Raises EngineError: an engine's own, or a 503 after
         the timeout."""
         params = params or {}
-        if self.error is not None:
-            raise self.error
-        self._paused |= method == "pause"  # set first: a rank that comes back meanwhile is paused, too
+        ranks = self._callable()
         if method not in WEIGHT_CALLS:
-            answers = await ask_all(self.living, method, params, timeout_s)
-            self._paused &= method != "resume"
-            return answers[0]
+            # Set first: a rank that comes back meanwhile does as the others.
+            before, self._paused = self._paused, method == "pause" or (self._paused and method != "resume")
+            try:
+                return first(await ask_all(ranks, method, params, timeout_s))
+            except EngineError:
+                self._paused |= method == "resume" and before
+                raise
         answer = await self._updates.call(method, params, timeout_s)
         if method in ("finish_weight_update", "update_weights"):
             self._router.forget()  # older weights' keys and values are no use to what comes now
@@ -212,37 +239,51 @@ class Fleet:
 
     async def stats(self, timeout_s: float) -> dict[int, dict[str, Any]]:
         """What each living rank has counted."""
-        living = self.living
-        return dict(zip((c.rank for c in living), await ask_all(living, "stats", {}, timeout_s), strict=True))
+        answers = await ask_all(self.living, "stats", {}, timeout_s)
+        return {client.rank: answer for client, answer in answers.items()}
 
     # -- ranks that come back, join and leave
 
     async def _restore(self, client: EngineClient, reason: str) -> EngineError | None:
         """Bring an engine that has just loaded to what the fleet serves; returns why it can't generate."""
-        async with self._updates.turn:
-            if not self._sources():  # it goes on as a lone engine does, and those that come after it will from it
-                newest = max((other.state for other in self.ranks), key=lambda state: state.epoch)
-                return await client.restore(reason, msgspec.structs.replace(newest, paused=self._paused))
-        deadline = time.monotonic() + _ADMISSION_S
+        self._router.forget(client.rank)
+        self._check_device(client)
+        deadline, failures = time.monotonic() + _ADMISSION_S, 0
         copied: int | None = None
-        while (sources := self._sources()) and time.monotonic() < deadline:
-            source = min(sources, key=lambda other: other.work)
+        giver: str | None = None
+        while time.monotonic() < deadline:
             try:
-                if source.state.epoch != copied:
-                    copied = await copy_weights(source, client)
                 async with self._updates.turn:  # nothing commits or starts meanwhile
-                    if source.state.epoch == copied and await is_between_updates(source):
-                        state = msgspec.structs.replace(source.state, paused=self._paused)
-                        return await client.restore(reason, state, source=source.name)
-            except EngineError:
-                if source.error is None:
+                    valid, under_way = await look(self.living)
+                    source = min(valid, key=lambda other: other.work, default=None)
+                    # Where nobody has any, it goes on as a lone engine does, and those that come after it will from it.
+                    newest = source.state if source else max((o.state for o in self.ranks), key=lambda s: s.epoch)
+                    has_it = copied == newest.epoch
+                    if not under_way and (has_it or source is None):
+                        return await self._admit(client, reason, newest, giver if has_it else None)
+                if source is not None and not has_it:
+                    copied, giver = await copy_weights(source, client), source.name
+                    continue
+                await asyncio.sleep(_POLL_S)
+            except EngineError as error:
+                failures += error.status != 409  # that is: not now
+                if failures == _COPIES:
                     raise
-            await asyncio.sleep(_POLL_S)
+                logger.warning("%s was not given the fleet's weights, and tries again: %s", client.name, error)
+                await asyncio.sleep(_RETRY_S)
         raise EngineError(
-            f"no engine could give {client.name} its weights"
-            if not sources
-            else f"{client.name} was not admitted within {_ADMISSION_S:g} s: the trainer's updates leave no gap"
+            f"{client.name} was not admitted within {_ADMISSION_S:g} s: the trainer's updates leave no gap"
         )
+
+    async def _admit(
+        self, client: EngineClient, reason: str, state: EngineState, giver: str | None
+    ) -> EngineError | None:
+        paused = self._paused
+        lost = await client.restore(reason, msgspec.structs.replace(state, paused=paused), source=giver)
+        while paused != self._paused:  # it was changed meanwhile
+            paused = self._paused
+            await client.ask("pause" if paused else "resume", {"mode": "keep"}, timeout_s=_CALL_S)
+        return lost
 
     def _sources(self) -> list[EngineClient]:
         return [client for client in self.ranks if client.refusal is None]

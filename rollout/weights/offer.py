@@ -38,13 +38,16 @@ def offer_weights(store: WeightStore, timeout_s: float, world_size: int) -> dict
         reading = failing.pop_all()
 
     def send() -> None:
-        try:
-            with reading:
+        with reading:
+            gathered = store.gather(tensors)
+            try:
                 group: Any = dist.ProcessGroupGloo(dist.PrefixStore("rollout", rendezvous), 0, world_size, limit)
-                for _, tensor in store.gather(tensors):
+                for _, tensor in gathered:
                     group.broadcast(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8), 0).wait()
-        except RuntimeError as error:
-            logger.warning("the weights were offered to another engine, which did not take them: %s", error)
+            except RuntimeError as error:
+                logger.warning("the weights were offered to another engine, which did not take them: %s", error)
+                for _ in gathered:  # the other ranks of a sharded model gather along, and would wait for this one
+                    pass
 
     threading.Thread(target=send, name="weights-offer", daemon=True).start()
     return answer
