@@ -188,9 +188,8 @@ class WeightCalls:
         failed = [task for task in tasks if task not in late and task.exception() is not None]
         if not failed:
             return await asyncio.gather(*tasks)
-        if (
-            len(failed) < len(ranks) and inits == self._inits
-        ):  # else it came out of order, and leaves what is under way alone
+        # Where all have failed it came out of order, and leaves what is under way alone.
+        if len(failed) < len(ranks) and inits == self._inits:
             undone = [rank.ask(undo, timeout_s=_UNDO_S) for rank in ranks if rank.error is None]
             await asyncio.gather(*undone, return_exceptions=True)
         for task in late:

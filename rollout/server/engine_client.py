@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
 import msgspec
-import zmq
 
 from rollout.config import EngineConfig
 from rollout.messages import (
@@ -250,8 +249,6 @@ class EngineClient:
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             # Only free-form JSON of a control call gets here: integers beyond 64 bits, lone surrogates, deep nesting.
             raise EngineError(f"The body can't be passed to the engine: {error}", status=400) from None
-        except zmq.Again:
-            raise EngineError(f"{self.name} is not connected.") from None
 
     def _dispatch(self, message: FromEngine) -> None:
         match message:

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -42,7 +43,7 @@ class Link(Protocol):
         """Its process, where that is on this machine."""
 
     def send(self, message: ToEngine) -> None:
-        """Send, without waiting, in order. Raises zmq.Again where nobody is connected."""
+        """Send, without waiting, in order."""
 
     def end(self) -> None:
         """Ask it to end, and take no more notice of it."""
@@ -65,6 +66,7 @@ class Connect(Protocol):
 
 # Between an engine's exit and the report of it: time to read what it sent last, its reason above all.
 _LAST_WORDS_S = 0.3
+_CONNECTED_S = 0.02
 
 
 def processes(target: EngineTarget) -> Connect:
@@ -74,7 +76,7 @@ def processes(target: EngineTarget) -> Connect:
     def connect(
         rank: int, config: EngineConfig, heard: Callable[[FromEngine], None], failed: Callable[[str], None]
     ) -> Link:
-        return EngineLink(partial(_on_devices, target, rank), config, heard, failed)
+        return EngineLink(f"engine {rank}", partial(_on_devices, target, rank), config, heard, failed)
 
     return connect
 
@@ -103,6 +105,7 @@ class EngineLink:
 
     def __init__(
         self,
+        name: str,
         target: EngineTarget,
         config: EngineConfig,
         heard: Callable[[FromEngine], None],
@@ -113,6 +116,7 @@ class EngineLink:
         self.last_heard = self._loop.time()
         self.over = False
         self._encoder = msgspec.msgpack.Encoder()
+        self._unsent: deque[bytes] = deque()
         self._folder = tempfile.mkdtemp(prefix="rollout-")  # mode 0700: no one else may speak to the engine
         addresses = [f"ipc://{self._folder}/{name}" for name in ("to_engine", "from_engine")]
         self._context = zmq.asyncio.Context()
@@ -123,9 +127,7 @@ class EngineLink:
             socket.set_hwm(0)
             socket.bind(address)
         context = multiprocessing.get_context("spawn")
-        self.process = context.Process(
-            target=_child, args=(target, config, *addresses), name="rollout-engine", daemon=True
-        )
+        self.process = context.Process(target=_child, args=(target, config, *addresses), name=name, daemon=True)
         self.process.start()
         self._loop.add_reader(self.process.sentinel, self._on_exit)
         self._receiving = self._loop.create_task(self._receive())
@@ -137,8 +139,19 @@ class EngineLink:
         return self.process.pid
 
     def send(self, message: ToEngine) -> None:
-        """Send, without waiting. Raises zmq.Again where nobody is connected, and what msgspec says of bad values."""
-        self._to_engine.send(self._encoder.encode(message), zmq.NOBLOCK)
+        """Send, without waiting; kept until the engine is connected. Raises what msgspec says of bad values."""
+        self._unsent.append(self._encoder.encode(message))
+        if len(self._unsent) == 1:
+            self._send()
+
+    def _send(self) -> None:
+        while self._unsent and not self.over:
+            try:
+                self._to_engine.send(self._unsent[0], zmq.NOBLOCK)
+            except zmq.Again:  # it may have spoken before its other socket was connected
+                self._loop.call_later(_CONNECTED_S, self._send)
+                return
+            self._unsent.popleft()
 
     def end(self) -> None:
         """Ask the process to end, and take no more notice of it."""

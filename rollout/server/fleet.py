@@ -298,6 +298,8 @@ class Fleet:
             raise EngineError("the number of engines is being changed already: wait for that", status=409)
         async with self._scaling:
             self._size = max(size, self._size)
+            if size > 1:
+                self.ranks[0].name = "Engine 0"  # no longer the only one
             while len(self.ranks) < size:
                 client = self._client(len(self.ranks))
                 await client.join()
