@@ -210,3 +210,12 @@ def test_a_context_that_the_server_does_not_take_is_refused_before_it_is_sent() 
 
 def test_no_server_at_all() -> None:
     assert "127.0.0.1:1" in refused("--url", "http://127.0.0.1:1", "--vocab-size", "50")
+
+
+@pytest.mark.parametrize("command", ["profile", "fidelity", "simulate"])
+def test_commands_may_be_written_as_flags(command: str) -> None:
+    helps = [
+        CliRunner().invoke(bench, arguments).output for arguments in ([command, "--help"], [f"--{command}", "--help"])
+    ]
+    assert helps[0] == helps[1]
+    assert f" {command} [OPTIONS]" in helps[0]

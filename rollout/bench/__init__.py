@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 
 
 class LoadByDefault(TyperGroup):
-    """`rollout bench --url URL` is `rollout bench load --url URL`; with `--simulate` it is `rollout bench simulate`."""
+    """`rollout bench --url URL` is `rollout bench load --url URL`, and `--simulate` is `simulate`, and so on."""
+
+    flags = ("--profile", "--fidelity", "--simulate")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0].startswith("-") and "--simulate" in args:
-            args = ["simulate", *(arg for arg in args if arg != "--simulate")]
+        for flag in self.flags:
+            if args and args[0].startswith("-") and flag in args:
+                args = [flag.removeprefix("--"), *(arg for arg in args if arg != flag)]
         if args and args[0].startswith("-") and args[0] != "--help":
             args = ["load", *args]
         return super().parse_args(ctx, args)
