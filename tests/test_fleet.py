@@ -19,6 +19,7 @@ from server_harness import RunningServer, eventually, running_server
 
 from rollout.config import ServerConfig
 from trainer_bridge.client import Choice, RolloutClient, RolloutError
+from trainer_bridge.metrics import of_server
 from trainer_bridge.sender import WeightPushError, WeightSender
 
 
@@ -60,6 +61,8 @@ def test_every_rank_answers_as_one_engine_does(server: FleetServer, serving: tup
     for rank in (0, 1):
         assert f'rollout:engine_up{{engine="{rank}",model_name="{server.path}"}} 1.0' in metrics
         assert f'rollout:weight_epoch{{engine="{rank}",model_name="{server.path}"}} {serving[1]:.1f}' in metrics
+    logged = of_server(server.client)
+    assert (logged["server/weight_epoch"], logged["server/engine_up"]) == (serving[1], 2)
 
 
 def test_an_epoch_names_the_same_weights_on_every_rank(server: FleetServer, serving: tuple[int, int, str]) -> None:

@@ -73,7 +73,8 @@ def of_tokens(
 def of_server(client: RolloutClient) -> Metrics:
     """The server's gauges from /metrics, as `server/…`, and how many prompt tokens, and which share, its cache gave.
 
-    Of a server that doesn't answer: nothing.
+    Of several engines: their sum, the mean of shares (`…_perc`), the largest epoch. Of a server that doesn't answer:
+    nothing.
     """
     headers = {"Authorization": f"Bearer {client.api_key}"} if client.api_key else {}
     try:
@@ -81,18 +82,23 @@ def of_server(client: RolloutClient) -> Metrics:
         answer.raise_for_status()
     except httpx.HTTPError:
         return {}
-    found: Metrics = {}
+    gauges: dict[str, list[float]] = {}
     totals: dict[str, float] = {}
     for family in text_string_to_metric_families(answer.text):
         for sample in family.samples:
-            rank = {name: value for name, value in sample.labels.items() if name != "model_name"}
             if family.type == "gauge":
-                name = "_".join([sample.name.partition(":")[2] or sample.name, *(f"{k}{v}" for k, v in rank.items())])
-                found[f"server/{name}"] = sample.value
+                gauges.setdefault(sample.name.partition(":")[2] or sample.name, []).append(sample.value)
             elif family.type == "counter":
                 totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    found = {f"server/{name}": _of_engines(name, values) for name, values in gauges.items()}
     hits, queries = (totals.get(f"vllm:prefix_cache_{what}_total", 0.0) for what in ("hits", "queries"))
     found["server/prefix_hit_tokens"] = hits
     if queries:
         found["server/prefix_hit_share"] = hits / queries
     return found
+
+
+def _of_engines(name: str, values: list[float]) -> float:
+    if name == "weight_epoch":
+        return max(values)
+    return sum(values) / len(values) if name.endswith("_perc") else sum(values)
