@@ -194,7 +194,8 @@ def test_a_trainer_killed_with_half_a_buffer_sent(server: Server) -> None:
             os.kill(engine, signal.SIGCONT)
         info = server.settle()
         assert info["state"] == "aborted"
-        assert LOST in info["last_error"]
+        # Where the sockets have held all of it, it is the trainer's next call that never comes.
+        assert LOST in info["last_error"] or "no call of the trainer" in info["last_error"]
         assert info["bytes"] == 0
         server.check()
         server.push()
