@@ -197,6 +197,21 @@ def test_a_pause_or_its_end_while_an_engine_is_admitted(make: Callable[..., Scri
     lab.run(lab.call("resume"))
 
 
+@pytest.mark.parametrize("method", ["update_weight_version", "update_weights"])
+def test_what_changes_while_an_engine_joins_reaches_it(make: Callable[..., ScriptedFleet], method: str) -> None:
+    """The call waits until the engine is admitted, and comes then before anything else."""
+    lab = make()
+    lab.run(lab.push(7, "seven"))
+    scaling = lab.begin(lab.fleet.scale(3, drain_timeout_s=0))
+    deliver_until(lab, 2, "restore")
+    params = {"new_version": "renamed"} if method == "update_weight_version" else {"weight_dir": "8"}
+    change = lab.begin(lab.call(method, **params))
+    lab.heal(until=lambda: scaling.done() and change.done())
+    assert len({(epoch, label, weights) for epoch, label, weights, _ in lab.serving()}) == 1
+    assert len(lab.fleet.living) == 3
+    assert lab.fleet.ranks[2].restarts == 0
+
+
 def test_the_last_engine_to_serve_is_about_to_leave(make: Callable[..., ScriptedFleet]) -> None:
     lab = make()
     streams = [lab.fleet.submit(lab.request()), lab.fleet.submit(lab.request(), 1)]

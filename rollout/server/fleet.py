@@ -80,7 +80,7 @@ class Fleet:
         config = self._config
         if self._size > 1:
             if config.num_threads is None and config.device != "cuda":
-                config = replace(config, num_threads=max(1, len(os.sched_getaffinity(0)) // self._size))
+                config = replace(config, num_threads=max(1, _cores() // self._size))
             if config.keep_weight_snapshot is not None:
                 config = replace(config, keep_weight_snapshot=str(Path(config.keep_weight_snapshot) / f"rank-{rank}"))
         return EngineClient(
@@ -302,8 +302,12 @@ class Fleet:
                 self.ranks[0].name = "Engine 0"  # no longer the only one
             while len(self.ranks) < size:
                 client = self._client(len(self.ranks))
-                await client.join()
-                self.ranks.append(client)
+                self.ranks.append(client)  # now: between its admission and this, what serves could be changed
+                try:
+                    await client.join()
+                except BaseException:
+                    self.ranks.remove(client)
+                    raise
             while len(self.ranks) > size:
                 await self._leave(self.ranks[-1], drain_timeout_s)
 
@@ -318,3 +322,8 @@ class Fleet:
             await client.stop("it leaves the fleet")
         finally:
             self._leaving = None
+
+
+def _cores() -> int:
+    """Those that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
