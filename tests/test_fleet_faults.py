@@ -197,6 +197,20 @@ def test_a_pause_or_its_end_while_an_engine_is_admitted(make: Callable[..., Scri
     lab.run(lab.call("resume"))
 
 
+def test_what_an_engine_said_before_it_died_is_not_its_successors(make: Callable[..., ScriptedFleet]) -> None:
+    """Engine 0 dies with a copy of its own epoch 1 in it, paused; then nobody is left to copy from."""
+    lab = make()
+    lab.kill(0)
+    deliver_until(lab, 0, "restore")
+    for rank in range(2):
+        lab.kill(rank)
+    lab.heal()
+    assert [(c.state.epoch, c.state.paused) for c in lab.fleet.ranks] == [(0, False)] * 2
+    scaling = lab.begin(lab.fleet.scale(3, drain_timeout_s=0))
+    lab.heal(until=scaling.done)
+    assert len(lab.fleet.living) == 3
+
+
 @pytest.mark.parametrize("method", ["update_weight_version", "update_weights"])
 def test_what_changes_while_an_engine_joins_reaches_it(make: Callable[..., ScriptedFleet], method: str) -> None:
     """The call waits until the engine is admitted, and comes then before anything else."""

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 # An engine that dies more often than it may within this time is not restarted any more.
 RESTART_WINDOW_S = 600.0
 _CLOSE_S = 3.0
+# What an engine that has just started serves.
+_FRESH = EngineState(epoch=0, version="default", paused=False)
 
 
 class EngineError(Exception):
@@ -94,7 +96,7 @@ class EngineClient:
         self._lost: EngineError | None = None
         self._entering: asyncio.Task[Any] | None = None
         self._stopping = False
-        self.state = self._said = EngineState(epoch=0, version="default", paused=False)
+        self.state = self._said = _FRESH
         self.error: EngineError | None = None
         self.work = 0
         self.life = 0
@@ -107,6 +109,7 @@ class EngineClient:
 
     def _spawn(self) -> None:
         self.life += 1
+        self._said = _FRESH  # it says what has changed since
         self._ready: asyncio.Future[EngineReady] = self._loop.create_future()
         try:
             self._link = self._connect(self.rank, self.config, self._dispatch, self.die)
