@@ -197,6 +197,20 @@ def test_a_pause_or_its_end_while_an_engine_is_admitted(make: Callable[..., Scri
     lab.run(lab.call("resume"))
 
 
+def test_those_that_leave_take_no_epoch_along(make: Callable[..., ScriptedFleet]) -> None:
+    """The one that stays comes back when nobody has the weights any more: they are lost, and known by their epoch."""
+    lab = make()
+    lab.run(lab.push(7, "seven"))
+    lab.kill(0)
+    scaling = lab.begin(lab.fleet.scale(1, drain_timeout_s=0))
+    lab.heal(until=scaling.done)
+    lab.heal()
+    (left,) = lab.fleet.ranks
+    assert (left.state.epoch, left.state.version) == (1, "seven")
+    assert left.refusal is not None
+    assert lab.run(lab.push(8, "eight"))["epoch"] == 2
+
+
 def test_what_an_engine_said_before_it_died_is_not_its_successors(make: Callable[..., ScriptedFleet]) -> None:
     """Engine 0 dies with a copy of its own epoch 1 in it, paused; then nobody is left to copy from."""
     lab = make()

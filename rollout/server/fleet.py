@@ -72,6 +72,7 @@ class Fleet:
         self._updates = WeightCalls(self._callable)
         self._paused = False
         self._leaving: int | None = None
+        self._gone = EngineState(epoch=0, version="default", paused=False)  # the newest of what those served that left
         self._scaling = asyncio.Lock()
         self.max_queued: int | None = None
         self.ranks = [self._client(rank) for rank in range(size)]
@@ -257,7 +258,8 @@ class Fleet:
                     valid, under_way = await look(self.living)
                     source = min(valid, key=lambda other: other.work, default=None)
                     # Where nobody has any, it goes on as a lone engine does, and those that come after it will from it.
-                    newest = source.state if source else max((o.state for o in self.ranks), key=lambda s: s.epoch)
+                    known = [self._gone, *(other.state for other in self.ranks)]
+                    newest = source.state if source else max(known, key=lambda state: state.epoch)
                     has_it = copied == newest.epoch
                     if not under_way and (has_it or source is None):
                         return await self._admit(client, reason, newest, giver if has_it else None)
@@ -319,6 +321,7 @@ class Fleet:
                 await asyncio.sleep(_POLL_S)
             async with self._updates.turn:
                 self.ranks.remove(client)
+                self._gone = max(self._gone, client.state, key=lambda state: state.epoch)
             await client.stop("it leaves the fleet")
         finally:
             self._leaving = None
