@@ -61,7 +61,6 @@ class Fleet:
             "start_timeout_s": start_timeout_s,
             "restarts": restarts,
         }
-        self._start_timeout_s = start_timeout_s
         seed = config.seed
         if size > 1 and seed is None:
             seed = secrets.randbits(63)  # dummy weights are the same everywhere
