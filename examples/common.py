@@ -16,12 +16,15 @@ import torch
 from tasks import Task, task_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollout.demo.server import serve
-from trainer_bridge import RolloutClient, checkpoint, dashboard, exact, metrics
+from rollout.launch import serve
+from trainer_bridge import RolloutClient
 from trainer_bridge.integrations.wandb import WandbLogger
-from trainer_bridge.publisher import Publisher
-from trainer_bridge.sampler import Group, Sampler
-from trainer_bridge.scoring import current_gap
+from trainer_bridge.loop import checkpoint, dashboard, metrics
+from trainer_bridge.loop.sampler import Sampler
+from trainer_bridge.push.publisher import Publisher
+from trainer_bridge.rollouts import Group
+from trainer_bridge.score import exact
+from trainer_bridge.score.groups import current_gap
 
 
 class Trainer(Protocol):

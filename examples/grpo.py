@@ -17,9 +17,10 @@ from common import arguments, load_policy, run
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer_bridge import losses, metrics
-from trainer_bridge.sampler import Group
-from trainer_bridge.scoring import score
+from trainer_bridge.loop import metrics
+from trainer_bridge.rollouts import Group
+from trainer_bridge.score import losses
+from trainer_bridge.score.groups import score
 
 CLIP_LOW, CLIP_HIGH, RATIO_CAP = 0.2, 0.28, 4.0
 MAX_GRAD_NORM = 1.0

@@ -16,9 +16,10 @@ from common import arguments, load_policy, run
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from trainer_bridge import losses, metrics
-from trainer_bridge.sampler import Group
-from trainer_bridge.scoring import score
+from trainer_bridge.loop import metrics
+from trainer_bridge.rollouts import Group
+from trainer_bridge.score import losses
+from trainer_bridge.score.groups import score
 
 CLIP, RATIO_CAP = 0.2, 4.0
 VALUE_CLIP, VALUE_WEIGHT = 0.2, 0.1

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rollout.demo import task as ten_words
 from trainer_bridge.client import Choice
-from trainer_bridge.sampler import Prompt
+from trainer_bridge.rollouts import Prompt
 
 
 class Task(Protocol):

@@ -22,8 +22,9 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rollout.demo.server import serve
-from trainer_bridge import RolloutClient, replay
+from rollout.launch import serve
+from trainer_bridge import RolloutClient
+from trainer_bridge.score import replay
 
 MAX_TURNS = 4
 CALL = re.compile(r"calc\(([^()=]*)\)")

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from rollout.demo import task
-from rollout.demo.server import serve
+from rollout.launch import serve
 from trainer_bridge.integrations.trl import RolloutWorker, WeightTransfer, log_gap
 
 GAP = "sampling/sampling_logp_difference/mean"

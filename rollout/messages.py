@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from rollout.outputs import RoutingShape, TokenOutput
-from rollout.sampling_params import SamplingParams
+from rollout.sampling.params import SamplingParams
 
 
 class AddRequest(msgspec.Struct, tag=True, kw_only=True):

@@ -11,11 +11,11 @@ import typer
 from typer.main import get_command
 
 from rollout.bench.loads import Load
-from rollout.cli import config_from, flags_of
 from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
+from rollout.flags import config_from, flags_of
 from rollout.messages import AddRequest
-from rollout.sampling_params import SamplingParams
+from rollout.sampling.params import SamplingParams
 
 
 def engine_config(model: Path, flags: Sequence[str]) -> EngineConfig:

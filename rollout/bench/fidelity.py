@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from rollout.demo.task import QUESTIONS, prompt_token_ids
-from trainer_bridge import replay
 from trainer_bridge.client import RolloutClient, RolloutError
+from trainer_bridge.score import replay
 
 REFERENCES = ("float32", "bfloat16", "bfloat16, float32 head")
 RANDOM_PROMPT_LEN = 32

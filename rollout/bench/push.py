@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from rollout.config import KVPolicy
 from trainer_bridge.client import RolloutClient
-from trainer_bridge.sender import WeightSender
+from trainer_bridge.push.sender import WeightSender
 
 POLICIES: tuple[KVPolicy, ...] = ("keep", "recompute")
 _LONGEST_WAIT_S = 120.0

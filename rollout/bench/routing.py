@@ -14,11 +14,11 @@ from rollout.bench.loads import Load
 from rollout.bench.measure import Spread
 from rollout.bench.report import spread
 from rollout.config import EngineConfig
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.stream import RequestStream
 from rollout.messages import AddRequest
 from rollout.outputs import TokenOutput
-from rollout.sampling_params import SamplingParams
-from rollout.server.fleet import Fleet
-from rollout.server.request_stream import RequestStream
+from rollout.sampling.params import SamplingParams
 
 RANKS = (2, 8, 64)
 

@@ -19,12 +19,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rollout.demo import task
 from rollout.demo.report import PANELS, Step, coloured, history, most_versions, summary
-from rollout.demo.server import serve
 from rollout.demo.trainer import Trainer
-from trainer_bridge import RolloutClient, WeightSender, dashboard, metrics, records
+from rollout.launch import serve
+from trainer_bridge import RolloutClient, WeightSender
 from trainer_bridge.client import Choice
 from trainer_bridge.integrations.wandb import WandbLogger
-from trainer_bridge.sampler import Group, Prompt, Sampler
+from trainer_bridge.loop import dashboard, metrics, records
+from trainer_bridge.loop.sampler import Sampler
+from trainer_bridge.rollouts import Group, Prompt
 
 SAMPLING_PARAMS = {"temperature": 1.0, "max_tokens": 24, "logprobs": 0}
 GROUP_SIZE = 8

@@ -11,8 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from rollout.demo.trainer import TrainStats
 from trainer_bridge.client import Choice
-from trainer_bridge.dashboard import STEP, Panel
-from trainer_bridge.sampler import Group, SamplerStats
+from trainer_bridge.loop.dashboard import STEP, Panel
+from trainer_bridge.loop.sampler import SamplerStats
+from trainer_bridge.rollouts import Group
 
 PANELS = (
     Panel("reward", ("reward/mean",), "mean of the step's answers"),

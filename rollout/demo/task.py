@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from trainer_bridge.sampler import Prompt
+from trainer_bridge.rollouts import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from trainer_bridge import exact, metrics, replay
-from trainer_bridge.losses import clipped_surrogate, group_advantages
-from trainer_bridge.sampler import Group
-from trainer_bridge.scoring import current_gap, score
+from trainer_bridge.loop import metrics
+from trainer_bridge.rollouts import Group
+from trainer_bridge.score import exact, replay
+from trainer_bridge.score.groups import current_gap, score
+from trainer_bridge.score.losses import clipped_surrogate, group_advantages
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 RATIO_CAP = 4.0
@@ -29,7 +30,7 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True)
 class TrainStats:
-    """One optimizer step: its metrics (`trainer_bridge.metrics`), and the lag of each of its tokens, (T,) float32."""
+    """One step: its metrics (`trainer_bridge.loop.metrics`), and the lag of each of its tokens, (T,) float32."""
 
     metrics: dict[str, float]
     lags: Tensor

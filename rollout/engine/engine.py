@@ -15,19 +15,19 @@ from torch import Tensor
 from rollout.config import EngineConfig
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.request import Request, Sequence
-from rollout.engine.sampler import SampledToken, Sampler, SamplingRow
 from rollout.engine.scheduler import Scheduler, Step
 from rollout.engine.stopping import check_stop
+from rollout.kernels.attention.base import RaggedBatch
 from rollout.messages import AbortRequests, AddRequest, EngineState
-from rollout.model.attention.base import RaggedBatch
 from rollout.model.runner import ModelRunner
 from rollout.outputs import FinishReason, TokenLogprob, TokenOutput
-from rollout.weights.session import WeightUpdater
+from rollout.sampling.sampler import SampledToken, Sampler, SamplingRow
+from rollout.weights.parameters import WeightStore
 from rollout.weights.snapshot import SnapshotKeeper, resume
-from rollout.weights.store import WeightStore
+from rollout.weights.updater import WeightUpdater
 
 if TYPE_CHECKING:
-    from rollout.parallel.team import Team
+    from rollout.tensor_parallel.team import Team
 
 
 class Engine:
@@ -48,8 +48,8 @@ class Engine:
         self.team: Team | None = None
         updater: Callable[..., WeightUpdater] = WeightUpdater
         if config.tensor_parallel_size > 1:
-            from rollout.parallel.team import load_team
-            from rollout.parallel.updater import TeamUpdater
+            from rollout.tensor_parallel.team import load_team
+            from rollout.tensor_parallel.updater import TeamUpdater
 
             self.team, self.runner = load_team(config, wake, died)
             updater = partial(TeamUpdater, self.team)

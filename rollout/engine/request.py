@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from rollout.outputs import KVState, TokenLogprob
-from rollout.sampling_params import SamplingParams
+from rollout.sampling.params import SamplingParams
 
 
 @dataclass(eq=False)

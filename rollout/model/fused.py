@@ -2,7 +2,7 @@
 
 Norms, rotary embeddings and gates are replaced bit for bit: each replacement is tried against what it replaces when the
 model is loaded, and only taken where all bits are equal. Linear layers are computed as `products.py` defines, which
-`trainer_bridge.exact` does likewise.
+`trainer_bridge.score.exact` does likewise.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rollout.model.attention.base import current_backend
-from rollout.model.attention.native import NativeAttention
-from rollout.model.native import SUFFIXES, address, is_fast, library
-from rollout.model.products import PackedWeight, serves_linear
+from rollout.kernels.attention.base import current_backend
+from rollout.kernels.attention.native_paged import NativeAttention
+from rollout.kernels.native import SUFFIXES, address, is_fast, library
+from rollout.kernels.products import PackedWeight, serves_linear
 
 TRIED = (1, 5, 64)
 """Numbers of rows that a replacement is tried on."""

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rollout.model.attention.base import AttentionBackend, RaggedBatch
+from rollout.kernels.attention.base import AttentionBackend, RaggedBatch
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rollout.model.attention.base import AttentionBackend, AttentionParams, RaggedBatch, serving
-from rollout.model.attention.chunked import CHUNK, fill_up
+from rollout.kernels.attention.base import AttentionBackend, AttentionParams, RaggedBatch, serving
+from rollout.kernels.attention.chunked import CHUNK, fill_up
 
 LENGTHS = (CHUNK + 21, CHUNK + 5, 40, 3)
 """The sequences that are tried: two reach a second chunk, one is a few tokens."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from rollout.config import EngineConfig
-from rollout.model.attention.base import (
+from rollout.kernels.attention.base import (
     ATTENTION_NAME,
     AttentionBackend,
     AttentionParams,
@@ -23,7 +23,7 @@ from rollout.model.attention.base import (
     attention_forward,
     serving,
 )
-from rollout.model.attention.cpu import TorchAttention
+from rollout.kernels.attention.torch_paged import TorchAttention
 
 logger = logging.getLogger(__name__)
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
@@ -92,7 +92,7 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
     path, model_config, kwargs = read_config(config)
     dtype = resolve_dtype(config, model_config, device)
     if config.tensor_parallel_size > 1:
-        from rollout.model.parallel import load_share
+        from rollout.model.sharding import load_share
 
         return load_share(config, path, model_config, dtype).eval().requires_grad_(False)
     if config.load_format == "dummy":

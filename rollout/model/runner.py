@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from rollout.config import EngineConfig
-from rollout.model.attention import native
-from rollout.model.attention.base import AttentionBackend, LayerShape, RaggedBatch, serving
-from rollout.model.attention.chunked import CHUNK, fill_up, padded_rows
-from rollout.model.attention.cpu import TorchAttention
+from rollout.kernels.attention import native_paged as native
+from rollout.kernels.attention.base import AttentionBackend, LayerShape, RaggedBatch, serving
+from rollout.kernels.attention.chunked import CHUNK, fill_up, padded_rows
+from rollout.kernels.attention.torch_paged import TorchAttention
+from rollout.kernels.native import keep_freed_memory
 from rollout.model.fused import PackedWeights, fuse_gates, fuse_norms, fuse_rotary
 from rollout.model.graphs import CudaGraphs, DecodeGraphs
 from rollout.model.invariance import prove_batch_invariance
 from rollout.model.loader import load_model, plug_in_attention
-from rollout.model.native import keep_freed_memory
-from rollout.model.routing import RoutedExperts
+from rollout.model.routed_experts import RoutedExperts
 
 CPU_CACHE_BYTES = 4 << 30
 LOGIT_BYTES = 128 << 20
@@ -51,7 +51,7 @@ class ModelRunner:
             raise ValueError(f"max_model_len ({self.max_model_len}) exceeds the model's own limit of {limit} positions")
         self.num_blocks = self._num_blocks(shapes)
         if config.tensor_parallel_size > 1:
-            from rollout.model.parallel import least
+            from rollout.model.sharding import least
 
             self.num_blocks = least(self.num_blocks, self.device)
         capacity = (self.num_blocks - 1) * config.block_size
@@ -123,7 +123,7 @@ class ModelRunner:
             )
         if name == "torch" or exact or self.device.type == "cpu":
             return TorchAttention(*arguments, exact=exact)
-        from rollout.model.attention import cuda
+        from rollout.kernels.attention import cuda
 
         return cuda.choose(
             name,

@@ -6,14 +6,15 @@ from fastapi import FastAPI
 
 from rollout import __version__
 from rollout.config import EngineConfig, ServerConfig
-from rollout.server.api import chat, completions, control, generate, messages, render, text, weights
+from rollout.fleet.fleet import Fleet
+from rollout.server.api import chat, completions, control, generate, messages, render, weights
+from rollout.server.api import tokenize as text
 from rollout.server.auth import PROBES, BearerAuth, api_keys
-from rollout.server.errors import install_error_handlers
-from rollout.server.fleet import Fleet
+from rollout.server.context import Server
 from rollout.server.limits import BodyLimit
-from rollout.server.openapi import install_openapi
-from rollout.server.state import Server
-from rollout.server.tokenizer import BackgroundTokenizer
+from rollout.server.text.tokenizer import BackgroundTokenizer
+from rollout.server.wire.errors import install_error_handlers
+from rollout.server.wire.openapi import install_openapi
 
 
 def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig) -> FastAPI:

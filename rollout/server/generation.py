@@ -20,15 +20,15 @@ from starlette.datastructures import Headers
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from rollout.fleet.stream import RequestStream
 from rollout.messages import AddRequest, EngineReady
 from rollout.outputs import FinishReason, TokenLogprob, TokenOutput, WeightVersionSpan, mask_ids
-from rollout.sampling_params import SamplingParams
-from rollout.server.detokenizer import TextReader, Vocabulary
-from rollout.server.errors import ApiError, as_api_error, error_body
-from rollout.server.request_stream import RequestStream
-from rollout.server.state import Server
-from rollout.server.tokenizer import bad_words_token_ids
-from rollout.weights.versions import SpanBuilder
+from rollout.sampling.params import SamplingParams
+from rollout.server.context import Server
+from rollout.server.text.detokenizer import TextReader, Vocabulary
+from rollout.server.text.spans import SpanBuilder
+from rollout.server.text.tokenizer import bad_words_token_ids
+from rollout.server.wire.errors import ApiError, as_api_error, error_body
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody is left to read it
 

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from rollout.config import EngineConfig, ServerConfig
-from rollout.server.engine_client import EngineError, run_engine
-from rollout.server.engine_link import EngineTarget
-from rollout.server.fleet import Fleet
+from rollout.fleet.client import run_engine
+from rollout.fleet.errors import EngineError
+from rollout.fleet.fleet import Fleet
+from rollout.fleet.link import EngineTarget
 
 if TYPE_CHECKING:
     import uvicorn

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 from jinja2 import TemplateError
 
-from rollout.sampling_params import ParameterError
+from rollout.sampling.params import ParameterError
+from rollout.server.context import Server
 from rollout.server.generation import require_vocabulary
-from rollout.server.openai_protocol import ChatFields, ContentPart, Message
-from rollout.server.state import Server
+from rollout.server.wire.openai_requests import ChatFields, ContentPart, Message
 
 
 async def require_tokenizer(server: Server) -> Any:

@@ -12,10 +12,10 @@ import torch
 from rollout.weights.bodies import InitInfo
 from rollout.weights.errors import WeightUpdateError, as_update_error
 from rollout.weights.link import Link
+from rollout.weights.receiver import Answer
 from rollout.weights.transport import Transport
 from rollout.weights.transport.broadcast import BroadcastTransport
 from rollout.weights.transport.disk import DiskTransport
-from rollout.weights.update import Answer
 
 LONGEST_TIMEOUT_S = 1e6
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rollout.weights.store import WeightStore
+from rollout.weights.parameters import WeightStore
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from rollout.weights.errors import AbandonedError, WeightUpdateError, listing
 from rollout.weights.naming import Style, Target
 
 if TYPE_CHECKING:
+    from rollout.weights.parameters import WeightStore
     from rollout.weights.shares import Share
-    from rollout.weights.store import WeightStore
 
 DTYPES = {
     str(d).removeprefix("torch."): d

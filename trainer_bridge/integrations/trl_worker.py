@@ -25,7 +25,7 @@ from trainer_bridge.integrations.trl_compat import (
     get_callable_name,
     is_async_callable,
 )
-from trainer_bridge.replay import versions_per_token
+from trainer_bridge.score.replay import versions_per_token
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +260,7 @@ def _check_unfiltered(args: AsyncGRPOConfig) -> None:
     if at_work := [f"{name}={getattr(args, name)}" for name, works in filters.items() if works]:
         raise ValueError(
             f"{', '.join(at_work)}: TRL's trainer computes logprobs over the whole vocabulary, so its ratios would be "
-            "biased; sample unfiltered, or train with trainer_bridge.replay, which replays sampling masks"
+            "biased; sample unfiltered, or train with trainer_bridge.score.replay, which replays sampling masks"
         )
 
 

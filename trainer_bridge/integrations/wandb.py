@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor
 
 from trainer_bridge.client import Choice
-from trainer_bridge.dashboard import LAGS, LAYOUT, SAMPLES, STEP
-from trainer_bridge.sampler import Group
+from trainer_bridge.loop.dashboard import LAGS, LAYOUT, SAMPLES, STEP
+from trainer_bridge.rollouts import Group
 
 COLOURS = ("#cfe8ff", "#fff1b8", "#f3d1f4", "#d3f2d0", "#ffd9c2", "#d9d6ff")
 _COLUMNS = ("reward", "tokens", "finish_reason", "versions", "prompt", "answer")

@@ -7,23 +7,8 @@ from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Depends, Request, Response
 
-from rollout.server.choices import encode_json, prompt_logprobs
-from rollout.server.detokenizer import Vocabulary
-from rollout.server.generation import Delta, EventStream, Generation, answer, sse
-from rollout.server.openai_answers import (
-    FINGERPRINT,
-    AssistantMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatResponse,
-    MessageDelta,
-)
-from rollout.server.openai_protocol import ChatCompletionRequest
-from rollout.server.prompts import render_chat
-from rollout.server.protocol import UNSET, TextLogprobs
-from rollout.server.state import Server, ServerDep, require_json
-from rollout.server.text_answers import (
+from rollout.server.answers.choices import encode_json, prompt_logprobs
+from rollout.server.answers.text_answers import (
     admit,
     chat_logprobs,
     check,
@@ -33,6 +18,21 @@ from rollout.server.text_answers import (
     routing,
     total_usage,
 )
+from rollout.server.context import Server, ServerDep, require_json
+from rollout.server.generation import Delta, EventStream, Generation, answer, sse
+from rollout.server.prompts import render_chat
+from rollout.server.text.detokenizer import Vocabulary
+from rollout.server.wire.openai_answers import (
+    FINGERPRINT,
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatResponse,
+    MessageDelta,
+)
+from rollout.server.wire.openai_requests import ChatCompletionRequest
+from rollout.server.wire.tokens import UNSET, TextLogprobs
 
 router = APIRouter(dependencies=[Depends(require_json)])
 

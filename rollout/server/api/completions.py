@@ -14,22 +14,9 @@ from fastapi import APIRouter, Depends, Request, Response
 from starlette.datastructures import Headers
 
 from rollout.outputs import FinishReason
-from rollout.sampling_params import ParameterError
-from rollout.server.choices import encode_json, prompt_logprobs
-from rollout.server.generation import Delta, EventStream, Generation, answer, sse
-from rollout.server.openai_answers import (
-    FINGERPRINT,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionChunkChoice,
-    CompletionLogprobs,
-    CompletionResponse,
-)
-from rollout.server.openai_protocol import CompletionRequest
-from rollout.server.prompts import encode
-from rollout.server.protocol import UNSET, Usage
-from rollout.server.state import Server, ServerDep, require_json
-from rollout.server.text_answers import (
+from rollout.sampling.params import ParameterError
+from rollout.server.answers.choices import encode_json, prompt_logprobs
+from rollout.server.answers.text_answers import (
     admit,
     check,
     completion_logprobs,
@@ -39,6 +26,19 @@ from rollout.server.text_answers import (
     routing,
     total_usage,
 )
+from rollout.server.context import Server, ServerDep, require_json
+from rollout.server.generation import Delta, EventStream, Generation, answer, sse
+from rollout.server.prompts import encode
+from rollout.server.wire.openai_answers import (
+    FINGERPRINT,
+    CompletionChoice,
+    CompletionChunk,
+    CompletionChunkChoice,
+    CompletionLogprobs,
+    CompletionResponse,
+)
+from rollout.server.wire.openai_requests import CompletionRequest
+from rollout.server.wire.tokens import UNSET, Usage
 
 router = APIRouter(dependencies=[Depends(require_json)])
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from rollout import __version__
-from rollout.server.engine_client import EngineError
-from rollout.server.errors import ApiError
-from rollout.server.state import PauseMode, ServerDep, require_json
+from rollout.fleet.errors import EngineError
+from rollout.server.context import PauseMode, ServerDep, require_json
+from rollout.server.wire.errors import ApiError
 
 router = APIRouter(dependencies=[Depends(require_json)])
 

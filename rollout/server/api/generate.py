@@ -8,10 +8,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Request, Response
 
-from rollout.server.choices import encode_json, prompt_logprobs, text_choice, token_choice
-from rollout.server.errors import ApiError
+from rollout.server.answers.choices import encode_json, prompt_logprobs, text_choice, token_choice
+from rollout.server.context import Server, ServerDep, require_json
 from rollout.server.generation import Delta, EventStream, Generation, answer, prepare, require_vocabulary, sse
-from rollout.server.protocol import (
+from rollout.server.wire.errors import ApiError
+from rollout.server.wire.tokens import (
     UNSET,
     Choice,
     GenerateChunk,
@@ -20,7 +21,6 @@ from rollout.server.protocol import (
     TextChoice,
     Usage,
 )
-from rollout.server.state import Server, ServerDep, require_json
 
 router = APIRouter(dependencies=[Depends(require_json)])
 disabled_router = APIRouter()

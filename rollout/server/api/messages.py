@@ -8,7 +8,12 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
-from rollout.server.anthropic_protocol import (
+from rollout.server.answers.choices import encode_json
+from rollout.server.answers.text_answers import admit, chat_logprobs, check, extras, names_by_id, routing
+from rollout.server.context import Server, ServerDep, require_json
+from rollout.server.generation import Delta, EventStream, Generation, answer
+from rollout.server.prompts import render_chat
+from rollout.server.wire.anthropic import (
     AnthropicMessage,
     AnthropicMessageDelta,
     BlockDelta,
@@ -23,13 +28,8 @@ from rollout.server.anthropic_protocol import (
     TextDelta,
     stop_reason,
 )
-from rollout.server.choices import encode_json
-from rollout.server.errors import ApiError
-from rollout.server.generation import Delta, EventStream, Generation, answer
-from rollout.server.prompts import render_chat
-from rollout.server.protocol import UNSET
-from rollout.server.state import Server, ServerDep, require_json
-from rollout.server.text_answers import admit, chat_logprobs, check, extras, names_by_id, routing
+from rollout.server.wire.errors import ApiError
+from rollout.server.wire.tokens import UNSET
 
 router = APIRouter(dependencies=[Depends(require_json)])
 

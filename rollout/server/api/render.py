@@ -13,13 +13,17 @@ from typing import Any
 from fastapi import APIRouter, Depends, Request, Response
 from starlette.datastructures import Headers
 
-from rollout.sampling_params import ParameterError, SamplingParams
+from rollout.sampling.params import ParameterError, SamplingParams
+from rollout.server.answers.choices import encode_json
+from rollout.server.answers.derender import Derenderer
 from rollout.server.api.completions import prompt_token_ids
 from rollout.server.api.generate import scale_out_disabled
-from rollout.server.api.text import check_vocabulary
-from rollout.server.choices import encode_json
-from rollout.server.derender import Derenderer
-from rollout.server.derender_protocol import (
+from rollout.server.api.tokenize import check_vocabulary
+from rollout.server.context import Server, ServerDep, require_json
+from rollout.server.generation import check_prompt, make_request_id, require_vocabulary, resolve_params
+from rollout.server.prompts import render_chat
+from rollout.server.wire.openai_requests import ChatCompletionRequest, CompletionRequest, OpenAIRequest
+from rollout.server.wire.render import (
     DerenderChatRequest,
     DerenderChatStreamRequest,
     DerenderCompletionRequest,
@@ -29,10 +33,6 @@ from rollout.server.derender_protocol import (
     GenerateTokensResponse,
     RenderedRequest,
 )
-from rollout.server.generation import check_prompt, make_request_id, require_vocabulary, resolve_params
-from rollout.server.openai_protocol import ChatCompletionRequest, CompletionRequest, OpenAIRequest
-from rollout.server.prompts import render_chat
-from rollout.server.state import Server, ServerDep, require_json
 
 router = APIRouter(dependencies=[Depends(require_json)])
 disabled_router = APIRouter()

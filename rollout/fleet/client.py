@@ -1,0 +1,388 @@
+"""The server's end of one engine: hand its outputs to whoever waits for them, and replace it where it dies.
+
+Imports neither torch nor the HTTP stack, so that the engine process starts before anything slow is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from typing import Any
+
+import msgspec
+
+from rollout.config import EngineConfig
+from rollout.fleet.errors import EngineError
+from rollout.fleet.link import Connect, Link, processes
+from rollout.fleet.stream import RequestStream
+from rollout.messages import (
+    AbortRequests,
+    Call,
+    CallError,
+    EngineDied,
+    EngineReady,
+    EngineState,
+    FromEngine,
+    Outputs,
+    Reply,
+    ToEngine,
+)
+
+logger = logging.getLogger(__name__)
+
+# An engine that dies more often than it may within this time is not restarted any more.
+RESTART_WINDOW_S = 600.0
+_CLOSE_S = 3.0
+# What an engine that has just started serves.
+_FRESH = EngineState(epoch=0, version="default", paused=False)
+
+
+def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
+    """The real engine process; imported in the child only, since it imports torch."""
+    from rollout.engine.process import run_engine as run
+
+    run(config, to_engine, from_engine)
+
+
+class EngineClient:
+    """One engine, its successors, and the requests and calls in flight in it. Lives on one event loop.
+
+    `connect` starts it. An engine that is silent for `stall_timeout_s` and then leaves a probe unanswered for as long
+    is declared dead. Once it was ready, a dead engine is restarted, at most `restarts` times in RESTART_WINDOW_S: the
+    calls in flight fail, `orphan` is given each request that was, and `restore` prepares the successor before it
+    serves: it returns why that can't generate, None where it can. `error` is set while there is no engine to talk to,
+    `refusal` while there is none that can generate: also where a successor waits for the weights to be pushed again.
+    `work` is what the requests in flight have left to compute, in output tokens at most. `life` counts the engines,
+    `state` is what the last one that served was known to serve.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        rank: int = 0,
+        name: str = "The engine",
+        connect: Connect | None = None,
+        stall_timeout_s: float = 300.0,
+        start_timeout_s: float = 600.0,
+        restarts: int = 0,
+        orphan: Callable[[RequestStream, EngineError], None] = RequestStream.fail,
+        restore: Callable[[EngineClient, str], Awaitable[EngineError | None]] | None = None,
+    ) -> None:
+        self.config, self.rank, self.name = config, rank, name
+        self._connect = connect or processes(run_engine)
+        self._stall_timeout_s = stall_timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._restarts = restarts
+        self._restarted: deque[float] = deque()
+        self._orphan, self._restore = orphan, restore
+        self._streams: dict[str, RequestStream] = {}
+        self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._ids = itertools.count()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._info: EngineReady | None = None
+        self._lost: EngineError | None = None
+        self._entering: asyncio.Task[Any] | None = None
+        self._stopping = False
+        self.state = self._said = _FRESH
+        self.error: EngineError | None = None
+        self.work = 0
+        self.life = 0
+
+    def start(self) -> None:
+        """Start the engine; returns at once. Needs a running event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._spawn()
+        self._go(self._watch(self._link))
+
+    def _spawn(self) -> None:
+        self.life += 1
+        self._said = _FRESH  # it says what has changed since
+        self._ready: asyncio.Future[EngineReady] = self._loop.create_future()
+        try:
+            self._link = self._connect(self.rank, self.config, self._dispatch, self.die)
+        except OSError as error:
+            raise EngineError(f"{self.name} is not running: it can't be started: {error}.") from error
+
+    def _go(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def wait_ready(self, timeout_s: float) -> EngineReady:
+        """The engine's facts once it serves. Raises EngineError where it dies first or takes longer than this."""
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
+        except TimeoutError:
+            raise EngineError(
+                f"{self.name} was not ready after {timeout_s:g} s; a large model may need more: engine_start_timeout_s."
+            ) from None
+
+    @property
+    def info(self) -> EngineReady:
+        """The facts that the ready engine stated."""
+        assert self._info is not None, "the engine has not been ready yet"
+        return self._info
+
+    @property
+    def pid(self) -> int | None:
+        """The process that runs, or ran last."""
+        return self._link.pid
+
+    @property
+    def address(self) -> str:
+        """The host name or IP under which other engines reach it."""
+        return self._link.address
+
+    @property
+    def restarts(self) -> int:
+        """How many engines have died and were replaced."""
+        return self.life - 1
+
+    @property
+    def refusal(self) -> EngineError | None:
+        """Why nothing can be generated now; None where it can."""
+        return self.error or self._lost
+
+    @property
+    def in_flight(self) -> int:
+        """How many choices run or wait."""
+        return sum(stream.num_open for stream in self._streams.values())
+
+    def take(self, stream: RequestStream) -> None:
+        """Send the stream's request, which begins with this. Raises EngineError where the engine can't serve it.
+
+        Ids may repeat between clients: the engine gets a short unique one, `abort` knows the caller's.
+        """
+        if self.refusal is not None:  # it may have come since the request was admitted
+            raise self.refusal
+        engine_id = str(next(self._ids))
+        self._send(msgspec.structs.replace(stream.request, request_id=engine_id))
+        stream.begin(self, engine_id)
+        self._streams[engine_id] = stream
+        self.work += stream.work
+
+    def close_stream(self, stream: RequestStream) -> None:
+        """Forget a request, and abort it in the engine if it still runs there."""
+        if self._streams.pop(stream.engine_id, None) is None:
+            return
+        self.work -= stream.work
+        if not stream.finished and self.error is None:
+            with contextlib.suppress(EngineError):
+                self._send(AbortRequests([stream.engine_id], silent=True))
+
+    def abort_choice(self, stream: RequestStream, index: int, work: int) -> None:
+        """End one choice of a request in the engine, with so much work left; it says nothing more of it."""
+        if stream.engine_id not in self._streams:  # the engine died with it
+            return
+        self.work -= work
+        if self.error is None:
+            with contextlib.suppress(EngineError):
+                self._send(AbortRequests([stream.engine_id], index=index, silent=True))
+
+    def abort(self, request_ids: Collection[str] | None) -> int:
+        """End these requests (all, where None) with finish_reason "abort". Returns how many were in flight."""
+        wanted = None if request_ids is None else set(request_ids)
+        engine_ids = [
+            stream.engine_id
+            for stream in self._streams.values()
+            if not stream.finished and (wanted is None or stream.request_id in wanted)
+        ]
+        if engine_ids:
+            self._send(AbortRequests(engine_ids))
+        return len(engine_ids)
+
+    async def call(self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float) -> dict[str, Any]:
+        """The engine's answer to a control call. Raises EngineError: the engine's own, or a 503 after the timeout."""
+        if self.error is not None:
+            raise self.error
+        return await self.ask(method, params, timeout_s=timeout_s)
+
+    def ask(
+        self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float
+    ) -> Coroutine[Any, Any, dict[str, Any]]:
+        """The same, of an engine that may not serve yet. It is sent at once; await the rest for the answer, also to
+        learn that it could not be sent: of several engines that are asked, each is."""
+        call_id = next(self._ids)
+        future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._calls[call_id] = future
+        try:
+            self._send(Call(call_id, method, params or {}))
+        except EngineError as error:
+            future.set_exception(error)
+
+        async def answer() -> dict[str, Any]:
+            try:
+                async with asyncio.timeout(timeout_s):  # wait_for would overlook `die` where the answer has just come
+                    return await future
+            except TimeoutError:
+                raise EngineError(f"{self.name} did not answer {method!r} within {timeout_s:g} s.") from None
+            finally:
+                self._calls.pop(call_id, None)
+
+        return answer()
+
+    async def stop(self, reason: str = "the server is shutting down", *, timeout_s: float = _CLOSE_S) -> None:
+        """End the process (SIGTERM, then SIGKILL after the timeout) and whatever still waits for it."""
+        self._stopping = True
+        self.die(reason)
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._link.close(timeout_s)
+
+    def _send(self, message: ToEngine) -> None:
+        if self._link.over:
+            assert self.error is not None
+            raise self.error
+        try:
+            self._link.send(message)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            # Only free-form JSON of a control call gets here: integers beyond 64 bits, lone surrogates, deep nesting.
+            raise EngineError(f"The body can't be passed to the engine: {error}", status=400) from None
+
+    def _dispatch(self, message: FromEngine) -> None:
+        match message:
+            case Outputs(outputs):
+                for output in outputs:
+                    stream = self._streams.get(output.request_id)
+                    if stream is not None:  # else: its client has gone
+                        self.work -= stream.put(output)
+            case Reply(call_id, result, error):
+                future = self._calls.get(call_id)
+                if future is not None and not future.done():
+                    _resolve(future, result, error)
+            case EngineState():
+                self._said = message
+                if self.error is None:  # else it is being prepared, and serves nothing yet
+                    if message.epoch > self.state.epoch:
+                        self._lost = None
+                    self.state = message
+            case EngineReady():
+                self._info = message
+                if not self._ready.done():
+                    self._ready.set_result(message)
+            case EngineDied(reason):
+                self.die(reason)
+
+    async def _watch(self, link: Link) -> None:
+        """Probe an engine that has said nothing for a while: if it hangs, its requests would wait for ever."""
+        with contextlib.suppress(EngineError):  # where it dies first, the link is over
+            await asyncio.shield(self._ready)
+        while not link.over:
+            quiet_until = link.last_heard + self._stall_timeout_s
+            if quiet_until > self._loop.time():
+                await asyncio.sleep(quiet_until - self._loop.time())
+                continue
+            try:
+                await self.ask("is_paused", timeout_s=self._stall_timeout_s)
+            except EngineError as error:
+                if not link.over:
+                    self.die(f"it hangs: {error}")
+
+    def die(self, reason: str) -> None:
+        """It is dead, or as good as dead: fail everything that waits for it, and see to a successor."""
+        if self._link.over:
+            return
+        self._link.end()
+        again = self._may_restart()
+        outlook = (
+            f"is being restarted ({len(self._restarted)} of {self._restarts}), retry" if again else "is not running"
+        )
+        self.error = EngineError(f"{self.name} {outlook}: {reason}.")
+        orphans, self._streams, self.work = self._streams, {}, 0
+        for stream in orphans.values():
+            if not stream.finished:  # else its reader has all of it, or will
+                self._orphan(stream, self.error)
+        waiting: list[asyncio.Future[Any]] = [*self._calls.values(), self._ready]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(self.error)
+                future.exception()  # retrieved: nobody may be waiting
+        if self._info is not None and not self._stopping:  # else whoever started or stops it says so
+            logger.warning("%s", self.error)
+        entering, self._entering = self._entering, None
+        if entering is not None and entering is not asyncio.current_task():
+            entering.cancel()  # nothing of it may reach the next engine
+        if again:
+            self._go(self._restart(self._link, reason))
+
+    def _may_restart(self) -> bool:
+        """Take one of the restarts left in the window. An engine that was never ready would fail again."""
+        now = self._loop.time()
+        while self._restarted and self._restarted[0] < now - RESTART_WINDOW_S:
+            self._restarted.popleft()
+        if self._stopping or self._info is None or len(self._restarted) >= self._restarts:
+            return False
+        self._restarted.append(now)
+        return True
+
+    async def _restart(self, dead: Link, reason: str) -> None:
+        """Start a successor that goes on from what the dead engine was known to serve."""
+        await dead.close(_CLOSE_S)
+        try:
+            self._spawn()
+        except EngineError as error:
+            self.error = error
+            logger.error("%s", error)
+            return
+        with contextlib.suppress(EngineError):
+            await self._enter(reason)
+
+    async def _enter(self, reason: str) -> None:
+        """Have the engine serve, once it is ready and restored. Where that fails it is dead: raises EngineError.
+
+        In a task of its own, which `die` cancels.
+        """
+        link, self._entering = self._link, asyncio.current_task()
+        try:
+            await self.wait_ready(self._start_timeout_s)
+            restore = self._restore or EngineClient.restore
+            self._lost = await restore(self, reason)
+        except (Exception, asyncio.CancelledError) as error:
+            if not link.over:  # else its death has been seen to
+                if isinstance(error, asyncio.CancelledError):
+                    raise
+                if not isinstance(error, EngineError):
+                    logger.exception("%s can't be brought back", self.name)
+                self.die(f"its restart failed: {error}")
+            assert self.error is not None
+            raise self.error from error
+        self._entering = None
+        self.error, self.state = None, self._said
+        self._go(self._watch(link))
+
+    async def join(self) -> None:
+        """Start an engine for a fleet that serves already. Raises EngineError where it does not come to serve."""
+        self._loop = asyncio.get_running_loop()
+        self.error = EngineError(f"{self.name} is being started.")
+        self._spawn()
+        try:
+            await self._loop.create_task(self._enter("it joins"))
+        except (EngineError, asyncio.CancelledError):
+            await self.stop()
+            raise
+
+    async def restore(
+        self, reason: str, state: EngineState | None = None, *, source: str | None = None
+    ) -> EngineError | None:
+        """Have an engine that has just loaded go on from `state`, else from the last one of the engine before it.
+
+        `source` has given it the weights of `state`; else they may be lost. Returns why it can't generate, None where
+        it can.
+        """
+        known = {"state": msgspec.structs.asdict(state or self.state), "reason": reason, "source": source}
+        restored = await self.ask("restore", known, timeout_s=self._start_timeout_s)
+        logger.warning("%s: %s", self.name, restored["restarted"])
+        return None if restored["weights"] == "valid" else EngineError(restored["restarted"])
+
+
+def _resolve(future: asyncio.Future[dict[str, Any]], result: dict[str, Any], error: CallError | None) -> None:
+    if error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(EngineError(error.message, status=error.status, param=error.param))

@@ -1,0 +1,370 @@
+"""Paged attention as Triton kernels: prompt chunks and decodes of one ragged batch, over a paged cache.
+
+A row (one query of one head) attends in a fixed order: tiles of `BLOCK_N` keys by online softmax within a split of
+`split_size` keys, then the splits merged in order of position. Tiles and splits are aligned to absolute positions and
+their sizes depend on the layer alone, so a row's result doesn't depend on what else is in the batch. Decodes spread
+their splits over the grid; prompt chunks walk through theirs. The query heads that share a key/value head are rows of
+one tile, so that decodes use tensor cores too.
+
+Sources: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023 (online softmax
+over tiles); Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023 (splits of the keys, merged
+by log-sum-exp); Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention", 2023;
+Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023, in gpt-oss's form (a logit, no value).
+"""
+
+# Triton's compiler reads the kernels' annotations, so they bear none but constexpr.
+# mypy: disallow-untyped-defs=False
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout.kernels.attention.base import AttentionParams
+
+LOG2E = 1.4426950408889634  # the kernels work in powers of two: exp(x) = exp2(x * LOG2E)
+FULL_GRID = 2048
+"""Programs that fill the largest GPUs; decodes divide their splits among more programs only up to this."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tile shapes of a layer: a function of its head counts, widths and dtype, never of the batch."""
+
+    key_width: int
+    value_width: int
+    keys: int
+    prefill_rows: int
+    decode_rows: int
+    prefill_warps: int
+
+    @classmethod
+    def of(cls, group: int, key_dim: int, value_dim: int, itemsize: int) -> Tiles:
+        """For `group` query heads per key/value head: powers of two, at least 16, that fit 100 KiB of shared memory."""
+        key_width, value_width = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
+        widest = max(key_width, value_width)
+        decode_rows = max(16, triton.next_power_of_2(group))
+        # Float32 has no tensor cores to feed (TF32 would round): its larger tiles only spill registers.
+        rows = 16 if widest > 256 or itemsize == 4 else 32 if widest > 128 else 64
+        return cls(
+            key_width=key_width,
+            value_width=value_width,
+            keys=max(16, min(64, 16384 // (widest * itemsize))),
+            prefill_rows=max(decode_rows, rows),
+            decode_rows=decode_rows,
+            prefill_warps=4 if widest <= 128 else 8,
+        )
+
+
+@triton.jit
+def _merge(peak, total, output, next_peak, next_total, next_output):
+    """Fold a later split into an earlier one."""
+    new_peak = tl.maximum(peak, next_peak)
+    safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    keep = tl.exp2(peak - safe)
+    add = tl.exp2(next_peak - safe)
+    return new_peak, total * keep + next_total * add, output * keep[:, None] + next_output * add[:, None]
+
+
+@triton.jit
+def _store_output(out, mask, peak, total, output, sinks, heads, head_mask):
+    """Add the sinks to the sums, divide by them and store."""
+    if sinks is not None:
+        sink = tl.load(sinks + heads, mask=head_mask, other=0.0).to(tl.float32) * 1.4426950408889634
+        new_peak = tl.maximum(peak, sink)
+        keep = tl.exp2(peak - new_peak)
+        total = total * keep + tl.exp2(sink - new_peak)
+        output = output * keep[:, None]
+    output = output / tl.where(total > 0.0, total, 1.0)[:, None]
+    tl.store(out, output.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _attend_split(
+    query,
+    positions,
+    keys,
+    values,
+    table,
+    begin,
+    end,
+    lowest,
+    scale,
+    softcap,
+    WINDOW: tl.constexpr,
+    ROW_STRIDE_K: tl.constexpr,
+    ROW_STRIDE_V: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Rows at `positions` over the keys [begin, end), those below `lowest` left out → (peak, total, output)."""
+    key_column = tl.arange(0, KEY_WIDTH)
+    value_column = tl.arange(0, VALUE_WIDTH)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    output = tl.zeros((BLOCK_M, VALUE_WIDTH), tl.float32)
+    for tile in range(begin, end, BLOCK_N):
+        at = tile + tl.arange(0, BLOCK_N)
+        # What lies outside was never written, or belongs to someone else by now: 0 * NaN would be NaN.
+        held = (at >= lowest) & (at < end)
+        block = tl.load(table + at // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
+        slot = block * BLOCK_SIZE + at % BLOCK_SIZE
+        key = tl.load(
+            keys + slot[None, :] * ROW_STRIDE_K + key_column[:, None],
+            mask=held[None, :] & (key_column < KEY_DIM)[:, None],
+            other=0.0,
+        )
+        value = tl.load(
+            values + slot[:, None] * ROW_STRIDE_V + value_column[None, :],
+            mask=held[:, None] & (value_column < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        scores = tl.dot(query, key, input_precision="ieee") * scale
+        if softcap is not None:
+            scores = (2.0 * tl.sigmoid(2.0 * scores) - 1.0) * softcap  # tanh(scores)
+        seen = held[None, :] & (at[None, :] <= positions[:, None])
+        if WINDOW > 0:
+            seen = seen & (at[None, :] > positions[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        safe = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        keep = tl.exp2(peak - safe)
+        weights = tl.exp2(scores - safe[:, None])
+        total = total * keep + tl.sum(weights, 1)
+        output = tl.dot(weights.to(value.dtype), value, output * keep[:, None], input_precision="ieee")
+        peak = new_peak
+    return peak, total, output
+
+
+@triton.jit(do_not_specialize=["num_seqs", "max_splits"])
+def _attend(
+    out,  # (tokens, heads, value_dim)
+    partials,  # (seqs, heads, max_splits, VALUE_WIDTH) float32; None: merge the splits here
+    stats,  # (seqs, heads, max_splits, 2) float32: peaks and totals
+    query,  # (heads, tokens, key_dim), strided
+    keys,  # (blocks, BLOCK_SIZE, kv_heads, key_dim)
+    values,  # (blocks, BLOCK_SIZE, kv_heads, value_dim)
+    sinks,  # (heads,) or None
+    query_start,  # (seqs + 1,) int32
+    context_lens,  # (seqs,) int32
+    tables,  # (seqs, table_stride) int32
+    num_seqs,
+    max_splits,
+    scale,
+    softcap,
+    head_stride,
+    token_stride,
+    table_stride,
+    DECODE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """One tile of queries of one sequence and key/value head. Grid: (tiles, kv_heads, programs sharing the splits)."""
+    TOKENS: tl.constexpr = 1 if DECODE else BLOCK_M // GROUP
+    item = tl.program_id(0)
+    head = tl.program_id(1)
+    if DECODE:
+        seq = item
+        first = 0
+    else:
+        # Sequence s owns the tiles from query_start[s] // TOKENS + s on: room enough for every length. Bisect.
+        low = 0
+        high = num_seqs
+        while low < high:
+            middle = (low + high) // 2
+            if tl.load(query_start + middle) // TOKENS + middle <= item:
+                low = middle + 1
+            else:
+                high = middle
+        seq = low - 1
+        first = (item - tl.load(query_start + seq) // TOKENS - seq) * TOKENS
+    start = tl.load(query_start + seq)
+    query_len = tl.load(query_start + seq + 1) - start
+    if DECODE:
+        if query_len != 1:
+            return
+    elif (query_len == 1) | (first >= query_len):
+        return
+    context = tl.load(context_lens + seq)
+
+    row = tl.arange(0, BLOCK_M)
+    token = first + row // GROUP
+    heads = head * GROUP + row % GROUP
+    held = (row < TOKENS * GROUP) & (token < query_len)
+    column = tl.arange(0, KEY_WIDTH)
+    q = tl.load(
+        query
+        + heads[:, None].to(tl.int64) * head_stride
+        + (start + token)[:, None].to(tl.int64) * token_stride
+        + column[None, :],
+        mask=held[:, None] & (column < KEY_DIM)[None, :],
+        other=0.0,
+    )
+    positions = context - query_len + token
+    last = tl.minimum(context, context - query_len + first + TOKENS)
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(0, context - query_len + first + 1 - WINDOW)
+
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    output = tl.zeros((BLOCK_M, VALUE_WIDTH), tl.float32)
+    value_column = tl.arange(0, VALUE_WIDTH)
+    for split in range(lowest // SPLIT + tl.program_id(2), tl.cdiv(last, SPLIT), tl.num_programs(2)):
+        split_peak, split_total, split_output = _attend_split(
+            q,
+            positions,
+            keys + head * KEY_DIM,
+            values + head * VALUE_DIM,
+            tables + seq.to(tl.int64) * table_stride,
+            tl.maximum(split * SPLIT, lowest // BLOCK_N * BLOCK_N),
+            tl.minimum(split * SPLIT + SPLIT, last),
+            lowest,
+            scale,
+            softcap,
+            WINDOW,
+            KV_HEADS * KEY_DIM,
+            KV_HEADS * VALUE_DIM,
+            KEY_DIM,
+            VALUE_DIM,
+            KEY_WIDTH,
+            VALUE_WIDTH,
+            BLOCK_SIZE,
+            BLOCK_M,
+            BLOCK_N,
+        )
+        if partials is None:
+            peak, total, output = _merge(peak, total, output, split_peak, split_total, split_output)
+        else:
+            at = (seq * KV_HEADS * GROUP + heads).to(tl.int64) * max_splits + split
+            tl.store(partials + at[:, None] * VALUE_WIDTH + value_column[None, :], split_output, mask=held[:, None])
+            tl.store(stats + at * 2, split_peak, mask=held)
+            tl.store(stats + at * 2 + 1, split_total, mask=held)
+    if partials is None:
+        target = ((start + token)[:, None].to(tl.int64) * KV_HEADS * GROUP + heads[:, None]) * VALUE_DIM
+        mask = held[:, None] & (value_column < VALUE_DIM)[None, :]
+        _store_output(out + target + value_column[None, :], mask, peak, total, output, sinks, heads, held)
+
+
+@triton.jit(do_not_specialize=["max_splits"])
+def _merge_splits(
+    out,
+    partials,
+    stats,
+    sinks,
+    query_start,
+    context_lens,
+    max_splits,
+    WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """The splits of one decoding sequence and key/value head, in order. Grid: (seqs, kv_heads)."""
+    seq = tl.program_id(0)
+    start = tl.load(query_start + seq)
+    if tl.load(query_start + seq + 1) - start != 1:
+        return
+    context = tl.load(context_lens + seq)
+    lowest = 0
+    if WINDOW > 0:
+        lowest = tl.maximum(0, context - WINDOW)
+    row = tl.arange(0, BLOCK_M)
+    held = row < GROUP
+    heads = tl.program_id(1) * GROUP + row
+    column = tl.arange(0, VALUE_WIDTH)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    output = tl.zeros((BLOCK_M, VALUE_WIDTH), tl.float32)
+    for split in range(lowest // SPLIT, tl.cdiv(context, SPLIT)):
+        at = (seq * KV_HEADS * GROUP + heads).to(tl.int64) * max_splits + split
+        split_peak = tl.load(stats + at * 2, mask=held, other=0.0)
+        split_total = tl.load(stats + at * 2 + 1, mask=held, other=0.0)
+        split_output = tl.load(partials + at[:, None] * VALUE_WIDTH + column[None, :], mask=held[:, None], other=0.0)
+        peak, total, output = _merge(peak, total, output, split_peak, split_total, split_output)
+    target = (start.to(tl.int64) * KV_HEADS * GROUP + heads[:, None]) * VALUE_DIM
+    mask = held[:, None] & (column < VALUE_DIM)[None, :]
+    _store_output(out + target + column[None, :], mask, peak, total, output, sinks, heads, held)
+
+
+def paged_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    params: AttentionParams,
+    *,
+    split_size: int,
+    max_splits: int,
+    has_decodes: bool,
+    has_chunks: bool,
+) -> Tensor:
+    """Causal attention of each sequence's last tokens over its context.
+
+    query (heads, tokens, key_dim), last stride 1; keys (blocks, block_size, kv_heads, key_dim) and values (blocks,
+    block_size, kv_heads, value_dim) contiguous, the step's own tokens written; query_start (seqs + 1,), context_lens
+    (seqs,), block_tables (seqs, width) int32. No context exceeds `split_size * max_splits`. `has_decodes` and
+    `has_chunks`: whether some sequence has one token, or more. Returns (tokens, heads, value_dim) in query's dtype.
+    """
+    heads, tokens, key_dim = query.shape
+    _, block_size, kv_heads, value_dim = values.shape
+    num_seqs, group, softcap = len(context_lens), heads // kv_heads, params.softcap
+    tiles = Tiles.of(group, key_dim, value_dim, query.element_size())
+    out = query.new_empty(tokens, heads, value_dim)
+    # Without fused multiply-adds where the compiler pleases, a kernel's variants round alike.
+    common = {
+        "WINDOW": params.window or 0, "KV_HEADS": kv_heads, "GROUP": group, "VALUE_DIM": value_dim,
+        "VALUE_WIDTH": tiles.value_width, "SPLIT": split_size, "num_stages": 2, "enable_fp_fusion": False,
+    }  # fmt: skip
+
+    def attend(tile_count: int, sharing: int, partials: Tensor | None, stats: Tensor | None, **launch: Any) -> None:
+        _attend[tile_count, kv_heads, sharing](
+            out, partials, stats, query, keys, values, params.sinks, query_start, context_lens, block_tables,
+            num_seqs, max_splits,
+            params.scaling / softcap if softcap else params.scaling * LOG2E,
+            softcap * LOG2E if softcap else None,
+            query.stride(0), query.stride(1), block_tables.stride(0),
+            KEY_DIM=key_dim, KEY_WIDTH=tiles.key_width, BLOCK_SIZE=block_size, BLOCK_N=tiles.keys,
+            **common, **launch,
+        )  # fmt: skip
+
+    if has_chunks:
+        launch = {"DECODE": False, "BLOCK_M": tiles.prefill_rows, "num_warps": tiles.prefill_warps}
+        attend(tokens // (tiles.prefill_rows // group) + num_seqs, 1, None, None, **launch)
+    if has_decodes:
+        launch = {"DECODE": True, "BLOCK_M": tiles.decode_rows, "num_warps": 4}
+        if max_splits == 1:
+            attend(num_seqs, 1, None, None, **launch)
+            return out
+        partials = torch.empty(num_seqs, heads, max_splits, tiles.value_width, dtype=torch.float32, device=out.device)
+        stats = torch.empty(num_seqs, heads, max_splits, 2, dtype=torch.float32, device=out.device)
+        attend(num_seqs, min(max_splits, triton.cdiv(FULL_GRID, num_seqs * kv_heads)), partials, stats, **launch)
+        _merge_splits[num_seqs, kv_heads](
+            out, partials, stats, params.sinks, query_start, context_lens, max_splits,
+            BLOCK_M=tiles.decode_rows, num_warps=4, **common,
+        )  # fmt: skip
+    return out

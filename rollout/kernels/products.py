@@ -1,0 +1,77 @@
+"""The products of a bfloat16 model's linear layers on a CPU: one definition for the engine and an exact trainer.
+
+Each output is the float32 sum over its row and its weight's row, in order of position, rounded once: it depends on
+nothing else, neither on the other rows nor on how they are tiled. The head's logits aren't rounded at all, since at 20
+a bfloat16 step is 1/8. On a processor without bfloat16 products, and where the native kernels can't be built, both
+sides keep torch's own. Imports torch only: `trainer_bridge.score.exact` uses it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rollout.kernels.native import address, in_huge_pages, library
+
+PANEL = 64
+"""Outputs that are computed together: packed weights are filled up to a multiple of it."""
+
+
+def serves_linear(layer: object) -> bool:
+    """Whether `PackedWeight` can stand for this module."""
+    if (
+        type(layer) is not nn.Linear
+        or type(layer.weight) is not nn.Parameter
+        or layer.weight.device.type != "cpu"
+        or layer.weight.dtype is not torch.bfloat16
+    ):
+        return False
+    kernels = library()
+    return layer.in_features % 2 == 0 and kernels is not None and bool(kernels.multiplies_bf16())
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """The weights of layers with one input, as `multiply` reads them. `outputs` is their number of rows."""
+
+    panels: Tensor
+    bias: Tensor | None
+    outputs: int
+
+    @classmethod
+    def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> PackedWeight:
+        """Pack copies of `weights`, (outputs, inputs) bfloat16 each, and of as many biases (outputs,), or none."""
+        kernels = library()
+        assert kernels is not None
+        weight = torch.cat(list(weights)).contiguous() if len(weights) > 1 else weights[0].contiguous()
+        outputs, inputs = weight.shape
+        filled = -(-outputs // PANEL) * PANEL
+        panels = in_huge_pages(weight.new_empty(filled, inputs))
+        kernels.pack_bf16(address(weight), outputs, inputs, address(panels))
+        bias = None
+        if biases:
+            bias = torch.zeros(filled)
+            bias[:outputs] = torch.cat(list(biases))
+        return cls(panels, bias, outputs)
+
+    def multiply(self, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """x (…, inputs) bfloat16 · weightᵀ + bias → (…, outputs), bfloat16 or float32."""
+        kernels = library()
+        assert kernels is not None
+        x = x.contiguous()
+        inputs = x.shape[-1]
+        y = torch.empty(*x.shape[:-1], self.outputs, dtype=dtype)
+        kernels.multiply_bf16(
+            address(x),
+            address(self.panels),
+            None if self.bias is None else address(self.bias),
+            x.numel() // inputs,
+            self.outputs,
+            inputs,
+            address(y),
+            int(dtype is torch.bfloat16),
+        )
+        return y

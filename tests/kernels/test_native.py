@@ -1,0 +1,160 @@
+"""The native kernels against float64 and against what they replace; packed weights across updates."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from rollout.engine.engine import Engine
+from rollout.kernels import native
+from rollout.kernels.products import PackedWeight, serves_linear
+from rollout.model.fused import PackedWeights, SiLUGate, fuse_gates, fuse_norms, fuse_rotary
+from tests.support import tiny_models
+from tests.support.engine_utils import prompt
+from tests.support.exact_lab import exact_engine, request, roll_out, same_bits
+from tests.support.weights_lab import fill, saved_tensors
+
+REQUESTS = [request("group", prompt(40), n=3), request("one", prompt(3)), request("greedy", prompt(20), temperature=0)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(0, 40) | st.sampled_from([64, 700]),
+    inputs=st.integers(1, 40).map(lambda k: 2 * k) | st.just(1536),
+    widths=st.lists(st.sampled_from([1, 15, 16, 63, 64, 65, 200]), min_size=1, max_size=3),
+    bias=st.booleans(),
+    threads=st.integers(1, 3),
+)
+def test_products_are_exact_sums_rounded_once(
+    rows: int, inputs: int, widths: list[int], bias: bool, threads: int
+) -> None:
+    generator = torch.Generator().manual_seed(inputs)
+    weights = [torch.randn(n, inputs, generator=generator).bfloat16() for n in widths]
+    biases = [torch.randn(n, generator=generator).bfloat16() for n in widths] if bias else []
+    x = torch.randn(rows, inputs, generator=generator).bfloat16()
+    packed = PackedWeight.of(weights, biases)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        sums, rounded = packed.multiply(x, torch.float32), packed.multiply(x)
+    finally:
+        torch.set_num_threads(before)
+    expected = x.double() @ torch.cat(weights).double().T + (torch.cat(biases).double() if bias else 0)
+    scale = x.double().abs() @ torch.cat(weights).double().abs().T + 1
+    assert bool(((sums - expected).abs() <= scale * inputs * 2.0**-23).all())
+    assert torch.equal(rounded, sums.bfloat16())
+    for row in range(min(rows, 7)):  # a row alone, and other layers' outputs beside it or not
+        assert torch.equal(packed.multiply(x[row : row + 1], torch.float32)[0], sums[row])
+    alone = PackedWeight.of(weights[-1:], biases[-1:]).multiply(x, torch.float32)
+    assert torch.equal(alone, sums[:, -widths[-1] :])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_and_rotary_embeddings_keep_every_bit(name: str, dtype: torch.dtype) -> None:
+    model, stock = (tiny_models.model(name).to(dtype) for _ in range(2))
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    fuse_norms(model)
+    fuse_rotary(model)
+    fused = [module for module in norms if "forward" in vars(module)]
+    assert fused == [module for module in norms if hasattr(module, "variance_epsilon") and native.is_fast()]
+    ids = torch.tensor([prompt(33)])
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, stock(ids).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "mixtral"])
+def test_gates_keep_every_bit(name: str) -> None:
+    model, stock = (tiny_models.model(name).bfloat16() for _ in range(2))
+    PackedWeights(model)
+    PackedWeights(stock)
+    fuse_gates(model)
+    fused = [module for module in model.modules() if isinstance(getattr(module, "act_fn", None), SiLUGate)]
+    served = serves_linear(stock.get_output_embeddings()) and native.is_fast()
+    assert len(fused) == (3 if served and name in ("llama", "qwen2") else 0)
+    ids = torch.tensor([prompt(33)])
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, stock(ids).logits)
+
+
+def replies(engine: Engine) -> Any:
+    return roll_out(engine, REQUESTS)
+
+
+@pytest.mark.parametrize("staging", ["full", "in_place"])
+def test_packed_weights_follow_an_update(staging: str, tmp_path: Path) -> None:
+    folders = [tiny_models.build("qwen2", tmp_path / str(seed), seed) for seed in (0, 1, 2)]
+    engine = exact_engine(folders[0], "bfloat16", weight_staging=staging, enable_prefix_caching=False)
+    seen = [replies(engine)]
+    for seed in (1, 2, 0):
+        tensors = saved_tensors(tiny_models.model("qwen2", seed).bfloat16(), tmp_path / f"saved-{seed}")
+        staged = fill(engine.store, tensors, in_place=staging == "in_place")
+        staged.check(partial=False, progress=lambda: None)
+        if staging == "full":
+            assert same_bits(replies(engine), seen[-1])  # received and packed, but not committed
+        engine.store.commit(staged, f"v{seed}")
+        engine.scheduler.commit(engine.store.epoch, "recompute")
+        seen.append(replies(engine))
+        if serves_linear(engine.runner.model.get_output_embeddings()):
+            assert len(engine.runner.packed._packed) <= 2 * len(engine.runner.packed._products)
+    for got, folder in zip(seen, [*folders, folders[0]], strict=True):
+        assert same_bits(got, replies(exact_engine(folder, "bfloat16", enable_prefix_caching=False)))
+    assert not same_bits(seen[0], seen[1])
+
+
+def test_only_plain_bfloat16_layers_are_taken() -> None:
+    class Other(nn.Linear):
+        pass
+
+    assert not serves_linear(nn.Linear(4, 4))
+    assert not serves_linear(Other(4, 4, dtype=torch.bfloat16))
+    assert not serves_linear(nn.Linear(5, 4, dtype=torch.bfloat16))
+    assert not serves_linear(None)
+
+
+@pytest.mark.parametrize(
+    ("environment", "warns"),
+    [({"ROLLOUT_NATIVE": "0"}, False), ({"CXX": "/nowhere/c++"}, True), ({"CXX": "false"}, True)],
+)
+def test_without_a_compiler_plain_torch_serves(environment: dict[str, str], warns: bool, tmp_path: Path) -> None:
+    code = """
+import logging, sys
+from tests.support import tiny_models
+logging.basicConfig(stream=sys.stdout)
+from pathlib import Path
+from rollout.config import EngineConfig
+from rollout.engine.engine import Engine
+engine = Engine(EngineConfig(model=str(tiny_models.build("llama", Path(sys.argv[1]))), device="cpu", max_model_len=64))
+print(type(engine.runner.backend).__name__)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "model")],
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": "/usr/bin:/bin",
+             "ROLLOUT_CACHE": str(tmp_path), **environment},
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert run.stdout.splitlines()[-1] == "TorchAttention"
+    assert ("can't be built" in run.stdout) is warns
+
+
+def test_kernels_are_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
+    native.library.cache_clear()
+    try:
+        first = native.library()
+        assert first is not None
+        (made,) = (tmp_path / "native").iterdir()
+        stamp = made.stat().st_mtime_ns
+        native.library.cache_clear()
+        assert native.library() is not None
+        assert [path.stat().st_mtime_ns for path in (tmp_path / "native").iterdir()] == [stamp]
+    finally:
+        native.library.cache_clear()

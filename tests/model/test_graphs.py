@@ -1,0 +1,186 @@
+"""DecodeGraphs on a CPU: in a graph's stead, a tape runs recorded operations again on the memory that they had."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from rollout.kernels.attention import cuda
+from rollout.kernels.attention.base import AttentionBackend, RaggedBatch, serving
+from rollout.kernels.attention.torch_paged import TorchAttention
+from rollout.model.graphs import DecodeGraphs, bucket_sizes, pad_decodes
+from rollout.model.loader import plug_in_attention
+from tests.support import tiny_models
+
+CPU = torch.device("cpu")
+NO_CAPTURE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
+"""What waits for the device: CUDA refuses it in a capture."""
+
+
+class Tape(TorchDispatchMode):
+    """Records tensor operations with the memory they touch, as a CUDA graph does; no Python runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[Callable[[], Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in NO_CAPTURE:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        return self.record(func, args, kwargs or {})
+
+    def record(self, func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        output = func(*args, **kwargs)
+        # A parameter object may be given other memory later; a detached one stays where it is.
+        baked_args, baked_kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        self.steps.append((lambda: func(*baked_args, **baked_kwargs), output))
+        return output
+
+    def replay(self) -> None:
+        for step, output in self.steps:
+            for old, new in zip(tree_leaves(output), tree_leaves(step()), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+class TapedAttention(cuda.TritonAttention):
+    """TritonAttention whose kernel launches a tape records too: the interpreter's are no tensor operations."""
+
+    tape: Tape | None = None
+
+    def _attend(self, *args: Any) -> Tensor:
+        if self.tape is None:
+            return super()._attend(*args)
+        with _disable_current_modes():
+            return self.tape.record(super()._attend, args, {})
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "sizes"),
+    [(1, [1]), (3, [1, 2, 3]), (16, [1, 2, 4, 8, 16]), (30, [1, 2, 4, 8, 16, 24, 30])],
+)
+def test_bucket_sizes(max_num_seqs: int, sizes: list[int]) -> None:
+    assert bucket_sizes(max_num_seqs) == sizes
+
+
+def test_large_buckets_grow_by_16() -> None:
+    sizes = bucket_sizes(500)
+    assert sizes[-1] == 500
+    assert max(b - a for a, b in pairwise(sizes)) == 16
+    assert next(a for a, b in pairwise(sizes) if b - a == 16) == 256
+
+
+def test_padding_decodes_on_the_null_block() -> None:
+    batch = RaggedBatch([0, 1, 2], [9, 4], [[3, 1, 2], [5]])
+    padded = pad_decodes(batch, 4)
+    assert padded == RaggedBatch([0, 1, 2, 3, 4], [9, 4, 1, 1], [[3, 1, 2], [5], [0], [0]])
+    assert padded.slots(4)[2:] == [0, 0]
+    assert pad_decodes(batch, 2) == batch
+
+
+class Lab:
+    """One layer of a tiny Llama on TritonAttention, two sets of parameters for it, and DecodeGraphs that tape."""
+
+    def __init__(self) -> None:
+        models = [tiny_models.model("llama", seed) for seed in (0, 1)]
+        for model in models:
+            model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+        self.sets = [[parameter.data for parameter in model.parameters()] for model in models]
+        self.model = models[0]
+        shapes = plug_in_attention(self.model)
+        limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+        self.backend = TapedAttention(shapes, 24, 4, torch.float32, CPU, **limits)
+        self.reference = TorchAttention(shapes, 24, 4, torch.float32, CPU)
+        self.captures = 0
+        self.graphs = DecodeGraphs(self.forward, self.backend, 4, self.capture)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, head_rows: Tensor, backend: AttentionBackend | None = None
+    ) -> Tensor:
+        with serving(backend or self.backend):
+            output = self.model(
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=head_rows
+            )
+        return output.logits[0]
+
+    def capture(self, work: Callable[[], None]) -> Tape:
+        self.captures += 1
+        work()  # the warm-up
+        self.backend.tape = Tape()
+        with self.backend.tape as tape:
+            work()
+        self.backend.tape = None
+        return tape
+
+    def eager(self, ids: list[int], batch: RaggedBatch, backend: AttentionBackend) -> Tensor:
+        backend.prepare(batch)
+        rows = torch.arange(batch.num_tokens)
+        return self.forward(torch.tensor([ids]), torch.tensor([batch.positions()]), rows, backend)
+
+    def flip(self, param_set: int) -> None:
+        for parameter, data in zip(self.model.parameters(), self.sets[param_set], strict=True):
+            parameter.data = data
+
+
+@torch.inference_mode()
+def test_replayed_decodes_agree_with_eager_ones_under_both_parameter_sets() -> None:
+    lab = Lab()
+    lengths, tables = [5, 3, 9, 1], [[7, 2, 11, 20], [1, 9, 14], [5, 3, 8, 4], [6, 10, 15]]
+    prompts = RaggedBatch([0, 5, 8, 17, 18], list(lengths), tables)
+    for backend in (lab.backend, lab.reference):
+        lab.eager(list(range(10, 28)), prompts, backend)
+    captured = set()
+    # Flips, batches that shrink and grow, and each graph again after another one ran and contexts moved on.
+    for step, (param_set, rows) in enumerate([(0, 3), (0, 1), (1, 3), (1, 4), (0, 3), (0, 1), (1, 4)]):
+        lab.flip(param_set)
+        chosen = [(step + i) % 4 for i in range(rows)]
+        for i in chosen:
+            lengths[i] += 1
+        batch = RaggedBatch(list(range(rows + 1)), [lengths[i] for i in chosen], [tables[i] for i in chosen])
+        ids = [30 + 7 * step + i for i in range(rows)]
+        logits = lab.graphs.run(param_set, torch.tensor(ids), torch.tensor(batch.positions()), batch)
+        torch.testing.assert_close(logits, lab.eager(ids, batch, lab.reference), atol=1e-4, rtol=0)
+        captured.add((param_set, 1 if rows == 1 else 4))
+        assert lab.captures == len(captured)
+        assert lab.graphs.replays == step + 1
+
+
+@torch.inference_mode()
+def test_batches_that_do_not_qualify_run_eagerly() -> None:
+    lab = Lab()
+    chunk = RaggedBatch([0, 2, 3], [2, 1], [[1], [2]])
+    many = RaggedBatch(list(range(6)), [1] * 5, [[i] for i in range(1, 6)])
+    for batch in (chunk, many):
+        ids = torch.zeros(batch.num_tokens, dtype=torch.long)
+        assert lab.graphs.run(0, ids, torch.tensor(batch.positions()), batch) is None
+    assert lab.captures == 0
+
+
+class Syncing(nn.Module):
+    """A model that looks at a value, as mixture-of-experts loops do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, head_rows: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.full((len(head_rows), 8), input_ids.sum().item())
+
+
+def test_a_model_that_cannot_be_captured_is_reported_once_and_left_eager(caplog: pytest.LogCaptureFixture) -> None:
+    lab, model = Lab(), Syncing()
+    graphs = DecodeGraphs(model, lab.backend, 4, lab.capture)
+    batch = RaggedBatch([0, 1], [1], [[1]])
+    for _ in range(3):
+        assert graphs.run(0, torch.tensor([5]), torch.tensor([0]), batch) is None
+    assert model.calls == 2  # the warm-up and the capture that failed
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "not permitted when stream is capturing" in caplog.text

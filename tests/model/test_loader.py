@@ -1,0 +1,205 @@
+"""Which models load, in which dtype, and which are refused by name; those that load are exact."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.models.auto import CONFIG_MAPPING
+
+from rollout.config import EngineConfig
+from rollout.kernels.attention.base import AttentionParams
+from rollout.kernels.attention.torch_paged import TorchAttention
+from rollout.model import loader
+from rollout.model.loader import UnsupportedModelError, load_model, plug_in_attention, resolve_device, resolve_dtype
+from tests.support import tiny_models
+from tests.support.engine_utils import assert_exact, engine, prompt, request, run
+
+CPU = torch.device("cpu")
+COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+MOE = {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}
+GEMMA = {
+    **COMMON,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 256,
+}
+SERVED: dict[str, dict[str, Any]] = {
+    "gpt2": {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},  # learned positions
+    "phi": COMMON,  # a rotary embedding of a part of each head
+    "olmo2": COMMON,  # norms after attention
+    "gpt_oss": {**MOE, "head_dim": 16, "sliding_window": 12, "rope_parameters": {"rope_type": "default"}},  # sinks
+    "deepseek_v3": {  # values narrower than keys
+        **COMMON,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 12,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+    "gemma3n_text": {  # its last layer reads the keys and values of another
+        **GEMMA,
+        "num_kv_shared_layers": 1,
+        "intermediate_size": [96] * 4,
+        "laurel_rank": 4,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_text": GEMMA,
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "mamba": ({"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}, "MambaForCausalLM .*linear_attention"),
+    "llama4_text": ({**MOE, "head_dim": 16, "intermediate_size_mlp": 64}, "Llama4ForCausalLM .*chunked_attention"),
+    "bloom": ({"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "BloomForCausalLM: 0 of 2 layers"),
+    "diffllama": (COMMON, r"DiffLlamaForCausalLM: 2 of 2 layers .*\(in 4 calls\)"),
+}
+
+
+@torch.no_grad()
+def random_model(name: str, config: dict[str, Any]) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**config), dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+        else:
+            parameter.copy_(torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_another_architecture_is_exact(name: str, tmp_path: Path) -> None:
+    random_model(name, SERVED[name]).save_pretrained(tmp_path)
+    e = engine(tmp_path, max_num_batched_tokens=16)
+    requests = [request("long", prompt(30), n=2), request("short", prompt(7), max_tokens=12)]
+    outputs = run(e, requests)
+    assert e.stats["partial_chunks"] > 0
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    assert_exact(reference.eval(), requests, outputs)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_attends_otherwise_is_refused_by_name(name: str) -> None:
+    config, message = REFUSED[name]
+    with pytest.raises(UnsupportedModelError, match=message):
+        plug_in_attention(random_model(name, config))
+
+
+@pytest.mark.parametrize(
+    ("name", "ignored"), [("mistral", "window"), ("gemma2", "softcap"), ("gemma2", "scaling"), ("gpt_oss", "sinks")]
+)
+def test_an_attention_that_ignores_something_is_found_out(
+    name: str, ignored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Careless(TorchAttention):
+        def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+            changes: dict[str, Any] = {ignored: query.shape[-1] ** -0.5 if ignored == "scaling" else None}
+            return super().forward(layer, query, key, value, replace(params, **changes))
+
+    def model() -> PreTrainedModel:
+        return tiny_models.model(name) if name in tiny_models.NAMES else random_model(name, SERVED[name])
+
+    plug_in_attention(model())
+    monkeypatch.setattr(loader, "TorchAttention", Careless)
+    with pytest.raises(UnsupportedModelError, match=r"ForCausalLM in torch\.float32: logits .* differ"):
+        plug_in_attention(model())
+
+
+def test_the_check_leaves_windows_as_they_were() -> None:
+    model = tiny_models.model("mistral")
+    plug_in_attention(model)
+    windows = {module.sliding_window for module in model.modules() if hasattr(module, "sliding_window")}
+    assert {model.config.sliding_window, *windows} == {tiny_models.SLIDING_WINDOW}
+
+
+# -- dtypes, devices, folders
+
+
+@pytest.mark.parametrize(
+    ("asked", "checkpoint", "device", "fast_bf16", "expected"),
+    [
+        ("auto", "float32", "cpu", True, torch.float32),
+        ("auto", "bfloat16", "cpu", True, torch.bfloat16),
+        ("auto", "bfloat16", "cpu", False, torch.float32),
+        ("auto", "float16", "cpu", True, torch.bfloat16),
+        ("auto", "float16", "cpu", False, torch.float32),
+        ("auto", "float16", "cuda", False, torch.float16),
+        ("auto", None, "cuda", False, torch.float32),
+        ("bfloat16", "float32", "cpu", False, torch.bfloat16),
+    ],
+)
+def test_dtype(
+    asked: Any, checkpoint: str | None, device: str, fast_bf16: bool, expected: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(loader, "cpu_multiplies_bf16", lambda: fast_bf16)
+    config = LlamaConfig(dtype=checkpoint)
+    assert resolve_dtype(EngineConfig(dtype=asked), config, torch.device(device)) is expected
+
+
+def test_parameters_have_the_dtype_asked_for(tmp_path: Path) -> None:
+    tiny_models.build("llama", tmp_path)
+    model = load_model(EngineConfig(model=str(tmp_path), dtype="bfloat16", device="cpu"))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in model.parameters())
+    assert not model.training
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device(EngineConfig(device="auto")) == CPU
+    with pytest.raises(ValueError, match=r"device 'cuda' was asked for, .* use --device cpu"):
+        resolve_device(EngineConfig(device="cuda"))
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no config.json"):
+        load_model(EngineConfig(model=str(tmp_path)))
+
+
+def test_dummy_weights_come_from_the_seed_and_need_no_checkpoint(tmp_path: Path) -> None:
+    tiny_models.config("qwen3").save_pretrained(tmp_path)
+
+    def weight(seed: int) -> Tensor:
+        config = EngineConfig(model=str(tmp_path), load_format="dummy", dtype="float32", device="cpu", seed=seed)
+        return load_model(config).get_parameter("model.embed_tokens.weight")
+
+    assert torch.equal(weight(3), weight(3))
+    assert not torch.equal(weight(3), weight(4))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"max_model_len": 1025}, r"max_model_len \(1025\) exceeds the model's own limit of 1024"),
+        ({"num_gpu_blocks_override": 7, "max_model_len": 29}, r"holds 28 tokens, fewer than .*max_model_len \(29\)"),
+    ],
+)
+def test_lengths_that_cannot_be_served_are_refused(config: dict[str, int], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine(tiny_models.build("llama", tmp_path), **config)

@@ -1,0 +1,133 @@
+"""/metrics of a real server, against what the client and the trainer saw themselves."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from rollout.launch import serve
+from tests.support import tiny_models
+from tests.support.engine_utils import prompt
+from tests.support.weights_lab import eventually
+from trainer_bridge.client import Choice, RolloutClient, RolloutError
+from trainer_bridge.push.sender import WeightPushError, WeightSender
+
+FLAGS = ["--tokens-only", "--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--served-model-name", "tiny"]
+FLAGS += ["--num-gpu-blocks-override", "101", "--api-key", "secret"]
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
+    folder = tmp_path_factory.mktemp("server")
+    path = tiny_models.build("llama", folder / "model")
+    with (
+        serve(path, folder / "log", *FLAGS) as url,
+        RolloutClient(url, api_key="secret", timeout_s=60) as client,
+    ):
+        yield client
+
+
+def scrape(client: RolloutClient) -> dict[tuple[str, ...], float]:
+    """(name, label values but the model's) → value."""
+    answer = httpx.get(f"{client.base_url}/metrics", headers={"Authorization": "Bearer secret"}, timeout=20)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/plain")
+    found = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            assert sample.labels.pop("model_name") == "tiny"
+            assert sample.labels.pop("engine", "0") == "0"
+            found[sample.name, *sample.labels.values()] = sample.value
+    return found
+
+
+def test_without_the_key_there_are_no_metrics(client: RolloutClient) -> None:
+    assert httpx.get(f"{client.base_url}/metrics", timeout=20).status_code == 401
+
+
+def test_what_was_done_is_what_is_counted(client: RolloutClient) -> None:
+    generated, prompts, stale = 0, 0, Counter[int]()
+
+    def count(choice: Choice, epoch: int) -> None:
+        nonlocal generated
+        generated += len(choice.token_ids)
+        for span in choice.spans:
+            stale[epoch - span.epoch] += span.end - span.start
+
+    for _ in range(2):  # the second finds two whole blocks of the prompt
+        for choice in client.generate(prompt(40), {"max_tokens": 6, "ignore_eos": True}, n=2).choices:
+            count(choice, 0)
+        prompts += 40
+    before = scrape(client)
+    assert before["vllm:prefix_cache_hits_total",] == 32
+    assert before["vllm:prefix_cache_queries_total",] == 80
+    assert before["vllm:kv_cache_usage_perc",] == 0
+
+    events = client.stream(prompt(30), {"max_tokens": 900, "ignore_eos": True})
+    pieces = [next(events)]
+    prompts += 30
+    client.pause("keep")
+    frozen = scrape(client)
+    assert (frozen["vllm:num_requests_running",], frozen["vllm:num_requests_waiting",]) == (1, 0)
+    assert frozen["vllm:kv_cache_usage_perc",] >= 2 / 101
+    nbytes, seconds = 0, 0.0
+    for seed in (1, 2):
+        model = tiny_models.model("llama", seed)
+        with WeightSender.connect(client, model, timeout_s=20) as sender:
+            nbytes += sender.push().bytes
+        seconds += client.weight_info()["seconds"]
+        client.resume()
+        before_push = len(pieces)
+        while len(pieces) < before_push + 4:
+            pieces.append(next(events))
+        client.pause("keep")
+    client.abort([pieces[0].request_id])
+    pieces += events
+    choices = [choice for piece in pieces for choice in piece.choices]
+    whole = [token for choice in choices for token in choice.token_ids]
+    assert [span.epoch for span in choices[-1].spans] == [0, 1, 2]
+    count(Choice(0, whole, None, None, choices[-1].spans, "abort", None), 2)
+    client.resume()
+
+    bad = {name: p.detach().clone() for name, p in tiny_models.model("llama", 3).named_parameters()}
+    bad["model.norm.weight"][0] = torch.nan
+    with WeightSender.connect(client, bad, timeout_s=20) as sender, pytest.raises(WeightPushError, match="finite"):
+        sender.push()
+    with pytest.raises(RolloutError, match="409"):
+        client.post("/finish_weight_update", {})
+
+    after = scrape(client)
+    assert after["vllm:prompt_tokens_total",] == prompts
+    assert after["vllm:generation_tokens_total",] == generated
+    assert after["vllm:request_success_total", "length"] == 4
+    assert after["vllm:request_success_total", "abort"] == 1
+    assert after["vllm:num_requests_running",] == after["vllm:kv_cache_usage_perc",] == 0
+    assert after["rollout:weight_epoch",] == 2
+    assert after["rollout:weight_updates_total", "committed"] == 2
+    assert after["rollout:weight_updates_total", "aborted"] == 1
+    assert after["rollout:weight_update_bytes_total", "committed"] == nbytes
+    assert after["rollout:weight_update_seconds_total", "committed"] == pytest.approx(seconds)
+    assert after["rollout:weight_call_refusals_total", "finish_weight_update", "400"] == 1
+    assert after["rollout:weight_call_refusals_total", "finish_weight_update", "409"] == 1
+    assert after["rollout:token_staleness_count",] == sum(stale.values())
+    assert after["rollout:token_staleness_sum",] == sum(behind * n for behind, n in stale.items()) > 0
+    for top in (0, 1, 2):
+        assert after["rollout:token_staleness_bucket", f"{top}.0"] == sum(n for b, n in stale.items() if b <= top)
+
+
+def test_requests_that_wait_are_counted(client: RolloutClient) -> None:
+    client.pause("keep")
+    events = client.stream(prompt(20), {"max_tokens": 2})
+    reader = threading.Thread(target=lambda: list(events))
+    reader.start()
+    with eventually() as until:
+        until(lambda: scrape(client)["vllm:num_requests_waiting",] == 1)
+    client.resume()
+    reader.join(20)
+    assert scrape(client)["vllm:num_requests_waiting",] == 0

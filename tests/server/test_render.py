@@ -1,0 +1,270 @@
+"""Render → generate → derender: together they are /v1/chat/completions or /v1/completions, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout.config import ServerConfig
+from rollout.server.answers.derender import Derenderer
+from rollout.server.context import Server
+from rollout.server.text.detokenizer import Vocabulary
+from rollout.server.wire.openai_requests import CompletionRequest
+from rollout.server.wire.render import (
+    DerenderChatStreamRequest,
+    DerenderCompletionRequest,
+    DerenderCompletionStreamRequest,
+)
+from tests.support import fake_engine, text_lab, text_server
+from tests.support.text_server import events, ok, refusal
+
+GENERATE = "/inference/v1/generate"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+USER = {"role": "user", "content": "Hi?"}
+ASKED: dict[str, Any] = {
+    "max_tokens": 9,
+    "return_token_ids": True,
+    "return_weight_versions": True,
+    "stop": ["`a", "gh"],
+    "n": 2,
+}
+OWN = ("id", "created", "system_fingerprint")
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    with text_server.text_server() as server, httpx.Client(base_url=server.url, timeout=60) as http:
+        yield http
+
+
+def same(derendered: dict[str, Any], direct: dict[str, Any]) -> None:
+    """Equal but for what names the answer, and the prompt's ids where generate wasn't asked for them."""
+    assert {k: v for k, v in derendered.items() if k not in OWN} == {k: v for k, v in direct.items() if k not in OWN}
+
+
+@pytest.mark.parametrize("logprobs", [{}, {"logprobs": True, "top_logprobs": 1}])
+def test_a_chat_in_three_steps_is_the_chat_in_one(client: httpx.Client, logprobs: dict[str, Any]) -> None:
+    body = {"messages": [USER], **ASKED, **logprobs}
+    rendered = ok(client.post(f"{CHAT}/render", json=body))
+    generated = ok(client.post(GENERATE, json=rendered))
+    derendered = ok(client.post(f"{CHAT}/derender", json={"generate_response": generated, "chat_request": body}))
+    same(derendered, ok(client.post(CHAT, json=body)))
+    assert derendered["choices"][0]["message"]["content"] == "^_"
+    assert derendered["id"] == f"generate-tokens-{rendered['request_id']}"
+
+
+@pytest.mark.parametrize("prompt", ["a", [97], ["a", "xx"], [[97], [120, 120]]])
+@pytest.mark.parametrize("logprobs", [{}, {"logprobs": 1}])
+def test_a_completion_in_three_steps_is_the_completion_in_one(
+    client: httpx.Client, prompt: Any, logprobs: dict[str, Any]
+) -> None:
+    body = {"prompt": prompt, **ASKED, **logprobs}
+    rendered = ok(client.post(f"{COMPLETIONS}/render", json=body))
+    generated = [ok(client.post(GENERATE, json=one)) for one in rendered]
+    together = {"generate_responses": generated, "completion_request": body}
+    same(ok(client.post(f"{COMPLETIONS}/derender", json=together)), ok(client.post(COMPLETIONS, json=body)))
+
+
+def test_a_streamed_chat_in_three_steps(client: httpx.Client) -> None:
+    body = {
+        "messages": [USER],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logprobs": True,
+        "top_logprobs": 1,
+        **ASKED,
+    }
+    rendered = ok(client.post(f"{CHAT}/render", json=body))
+    direct = events(client.post(CHAT, json=body))
+    states: dict[int, Any] = {}
+    texts: dict[int, str] = {}
+    chunks = []
+    for generated in events(client.post(GENERATE, json=rendered)):
+        index = generated["choices"][0]["index"] if generated["choices"] else None
+        call = {"stream": True, "generate_chunk": generated, "chat_request": body}
+        answer = ok(client.post(f"{CHAT}/derender", json={**call, "stream_state": states.get(cast(int, index))}))
+        if index is None:
+            assert answer["chunk"]["choices"] == []
+            assert answer["chunk"]["usage"] == direct[-1]["usage"]
+            continue
+        (choice,) = answer["chunk"]["choices"]
+        assert choice["delta"].get("role") == (None if index in states else "assistant")
+        states[index] = answer["stream_state"]
+        texts[index] = texts.get(index, "") + choice["delta"]["content"]
+        chunks.append(choice)
+    whole = ok(client.post(CHAT, json={**body, "stream": False, "stream_options": None}))
+    for expected in whole["choices"]:
+        pieces = [chunk for chunk in chunks if chunk["index"] == expected["index"]]
+        assert texts[expected["index"]] == expected["message"]["content"]
+        assert [i for piece in pieces for i in piece["token_ids"]] == expected["token_ids"]
+        assert [e for p in pieces for e in p["logprobs"]["content"]] == expected["logprobs"]["content"]
+        for key in ("finish_reason", "stop_reason", "weight_versions"):
+            assert pieces[-1][key] == expected[key]
+
+
+def test_what_is_rendered_says_what_was_asked(client: httpx.Client) -> None:
+    body = {
+        "messages": [USER],
+        "temperature": 0.5,
+        "logit_bias": {"97": 2},
+        "max_completion_tokens": 7,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "cache_salt": "s",
+        "priority": -1,
+        "bad_words": ["x"],
+        "seed": 5,
+    }
+    rendered = ok(client.post(f"{CHAT}/render", json=body, headers={"X-Request-Id": "9"}))
+    assert rendered["request_id"] == "chatcmpl-9"
+    assert (rendered["cache_salt"], rendered["priority"], rendered["model"]) == ("s", -1, "smol")
+    expected = {"temperature": 0.5, "logit_bias": {"97": 2.0}, "max_tokens": 7, "logprobs": 3, "bad_words": ["x"]}
+    assert rendered["sampling_params"].items() >= (expected | {"seed": 5}).items()
+    unlimited = ok(client.post(f"{CHAT}/render", json={"messages": [USER]}))
+    room = fake_engine.MAX_MODEL_LEN - len(unlimited["token_ids"])
+    assert unlimited["sampling_params"]["max_tokens"] == room
+
+
+CHUNK = {"request_id": "r", "choices": [{"token_ids": [97]}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        (f"{CHAT}/derender", {"generate_response": {**CHUNK, "output_mode": "text"}}, "Input should be 'tokens'"),
+        (f"{COMPLETIONS}/derender", {"generate_responses": [{**CHUNK, "output_mode": "text"}]}, "'tokens'"),
+        (f"{CHAT}/derender", {"stream": True, "generate_chunk": {**CHUNK, "output_mode": "text"}}, "'tokens'"),
+        (f"{CHAT}/derender", {"generate_response": {**CHUNK, "choices": [{"token_ids": [2**40]}]}}, "vocabulary"),
+        (f"{CHAT}/derender", {"stream": True, "generate_chunk": {**CHUNK, "choices": CHUNK["choices"] * 2}}, "got 2"),
+        (f"{COMPLETIONS}/derender", {"generate_responses": []}, "at least 1"),
+        (f"{COMPLETIONS}/derender", {"generate_responses": [CHUNK], "prompt_tokens": [1, 2]}, "got 2 for 1"),
+        (
+            f"{CHAT}/derender",
+            {"generate_response": {**CHUNK, "choices": [{"token_ids": [97], "logprobs": {"content": []}}]}},
+            "an entry a token",
+        ),
+        (
+            f"{CHAT}/derender",
+            {
+                "generate_response": {
+                    **CHUNK,
+                    "choices": [{"token_ids": [97], "logprobs": {"content": [{"token_id": 2**40, "logprob": 0}]}}],
+                }
+            },
+            "vocabulary",
+        ),
+        (f"{CHAT}/derender", {"generate_response": CHUNK, "prompt_token_ids": [2**70]}, "vocabulary"),
+        (f"{CHAT}/derender", {"generate_response": {**CHUNK, "prompt_token_ids": [2**70]}}, "vocabulary"),
+        (
+            f"{COMPLETIONS}/derender",
+            {"stream": True, "generate_chunk": CHUNK, "stream_state": {"context": [2**70]}},
+            "vocabulary",
+        ),
+        (f"{COMPLETIONS}/render", {"prompt": "a", "echo": True}, "echo can't be rendered"),
+        (f"{COMPLETIONS}/render", {"prompt": "a", "n": 0}, "at least 1, got 0"),
+        (f"{CHAT}/render", {"messages": [USER], "chat_template": "x"}, "--trust-request-chat-template"),
+        (f"{CHAT}/render", {"messages": [{"role": "user", "content": "a" * 3000}]}, "maximum model length"),
+    ],
+)
+def test_refusals(client: httpx.Client, path: str, body: dict[str, Any], says: str) -> None:
+    status, _, message = refusal(client.post(path, json=body))
+    assert status == 400
+    assert says in message
+
+
+def test_both_are_part_of_scale_out() -> None:
+    with text_server.text_server(enable_scale_out=False) as server:
+        for kind in (CHAT, COMPLETIONS):
+            for step in ("render", "derender"):
+                status, _, message = refusal(httpx.post(f"{server.url}{kind}/{step}", json={}, timeout=60))
+                assert status == 403
+                assert "--enable-scale-out" in message
+
+
+VOCABULARIES = [Vocabulary(make()) for make in (text_lab.byte_level, text_lab.byte_fallback, text_lab.word_piece)]
+IDS = st.lists(st.one_of(st.integers(0, 280), st.sampled_from([*"aé你😀".encode()])), max_size=24)
+STOPS = st.sampled_from([[], ["ab"], ["a", "éa"], ["\ufffd"], ["你", "the"]])
+
+
+def derenderer(request: CompletionRequest | None, vocabulary: Vocabulary) -> Derenderer:
+    engine = SimpleNamespace(info=SimpleNamespace(eos_token_ids=[98]))
+    server = SimpleNamespace(config=ServerConfig(), model_name="smol", engine=engine)
+    return Derenderer(cast(Server, server), vocabulary, request, None)
+
+
+def chunks_of(data: st.DataObject, ids: list[int]) -> list[list[int]]:
+    """The ids cut anywhere, into at least one piece."""
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
+    return [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+
+
+@given(st.data(), st.sampled_from(VOCABULARIES), IDS, IDS, st.booleans(), STOPS)
+def test_any_chunking_derenders_to_the_text_of_the_whole(
+    data: st.DataObject, vocabulary: Vocabulary, prompt: list[int], ids: list[int], skip: bool, stop: list[str]
+) -> None:
+    prompt, ids = ([i % len(vocabulary.tokenizer) for i in some] for some in (prompt, ids))
+    request = CompletionRequest(prompt="x", stop=stop, skip_special_tokens=skip)
+    request.min_tokens = data.draw(st.integers(0, 3))
+    reader = derenderer(request, vocabulary)
+    whole = {"request_id": "r", "prompt_token_ids": prompt, "choices": [{"token_ids": ids, "finish_reason": "length"}]}
+    expected = reader.completion(DerenderCompletionRequest.model_validate({"generate_responses": [whole]}))
+    state: dict[str, Any] | None = None
+    text = ""
+    pieces = chunks_of(data, ids)
+    for number, piece in enumerate(pieces):
+        choice = {"token_ids": piece, "finish_reason": "length" if number == len(pieces) - 1 else None}
+        chunk = {"request_id": "r", "choices": [choice], "prompt_token_ids": None if state else prompt}
+        call = {"stream": True, "generate_chunk": chunk, "stream_state": state}
+        made, after = reader.completion_chunk(DerenderCompletionStreamRequest.model_validate(call))
+        text += made.choices[0].text
+        if stop and text == expected.choices[0].text:
+            return  # a stop string may be complete, after which no chunk comes
+        state = json.loads(after.model_dump_json())
+    assert text == expected.choices[0].text
+    if not stop and vocabulary is VOCABULARIES[0]:
+        assert text == vocabulary.tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_chat_chunks_carry_the_role_once() -> None:
+    reader = derenderer(None, VOCABULARIES[0])
+    call = {"stream": True, "generate_chunk": CHUNK}
+    made, state = reader.chat_chunk(DerenderChatStreamRequest.model_validate(call))
+    assert (made.choices[0].delta.role, made.choices[0].delta.content) == ("assistant", "a")
+    again, _ = reader.chat_chunk(DerenderChatStreamRequest.model_validate(call | {"stream_state": state.model_dump()}))
+    assert again.choices[0].delta.role is not made.choices[0].delta.role
+
+
+@pytest.mark.parametrize(
+    ("ids", "finish_reason", "stop_reason", "text"),
+    [
+        ([99, 97], "stop", None, "ca"),  # a stop string, of which nothing else is known
+        ([99, 98], "stop", None, "c"),  # EOS
+        ([99, 97], "stop", 97, "c"),
+        ([99, 97], "stop", "a", "ca"),
+        ([99, 98], "length", None, "cb"),
+        ([99, 98], None, None, "cb"),
+        ([], "abort", None, ""),
+        ([0xE4], "abort", None, "\ufffd"),
+        ([0xE4], None, None, ""),
+    ],
+)
+def test_the_token_that_ended_a_choice_is_no_text(
+    ids: list[int], finish_reason: str | None, stop_reason: int | str | None, text: str
+) -> None:
+    choice = {"token_ids": ids, "finish_reason": finish_reason, "stop_reason": stop_reason}
+    whole = {"generate_responses": [{"request_id": "r", "choices": [choice]}]}
+    made = derenderer(None, VOCABULARIES[0]).completion(DerenderCompletionRequest.model_validate(whole))
+    assert made.choices[0].text == text
+
+
+def test_a_wrong_body_is_told_by_the_name_of_what_it_could_be(client: httpx.Client) -> None:
+    status, param, _ = refusal(client.post(f"{CHAT}/derender", json={"generate_response": {"choices": []}}))
+    assert (status, param) == (400, "body.DerenderChatRequest.generate_response.request_id")

@@ -1,0 +1,64 @@
+"""A server that speaks text over the fake engine: tokens are bytes, and the next one is the byte that follows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+
+from rollout.config import ServerConfig
+from tests.support import text_lab
+from tests.support.server_harness import RunningServer, running_server
+
+# Says all that a template can be given, so that a test sees what arrived.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}"
+    "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
+    "{% if message.reasoning_content %}({{ message.reasoning_content }}){% endif %}{{ eos_token }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if mood %}{{ mood }}{% endif %}"
+    "{% if mood == 'broken' %}{{ raise_exception('no such mood') }}{% endif %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def tokenizer() -> Any:
+    """The tokenizer of these servers."""
+    made = text_lab.byte_level()
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+@contextlib.contextmanager
+def text_server(**config: Any) -> Iterator[RunningServer]:
+    """Serve as `smol` with masks on, and these fields of ServerConfig."""
+    fields = {"served_model_name": "smol", "enable_scale_out": True, "return_sampling_mask": True} | config
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer().save_pretrained(folder)
+        with running_server(ServerConfig(**fields), model=folder) as running:
+            yield running
+
+
+def ok(response: httpx.Response) -> Any:
+    """The body of an answer that is no error."""
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The chunks of an OpenAI stream, which ends as it should."""
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    *chunks, done, end = response.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    return [json.loads(chunk.removeprefix("data: ")) for chunk in chunks]
+
+
+def refusal(response: httpx.Response) -> tuple[int, str | None, str]:
+    """Status, param and message of an error, whose shape is checked."""
+    error = response.json()["error"]
+    assert list(error) == ["message", "type", "param", "code"]
+    assert error["code"] == response.status_code
+    return response.status_code, error["param"], error["message"]

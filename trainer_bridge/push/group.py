@@ -1,0 +1,92 @@
+"""The sending end of a weight broadcast: the group, and what goes into each broadcast."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from trainer_bridge.push.sources import TensorInfo
+
+Backend = Literal["gloo", "nccl"]
+
+_POLL_S = 0.0005
+
+
+class TrainerGroup:
+    """Rank 0 of the group; `store` is the rendezvous that it hosts."""
+
+    def __init__(self, backend: Backend, store: dist.TCPStore, world_size: int, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        prefixed = dist.PrefixStore("rollout", store)
+        self._group: Any
+        if backend == "gloo":
+            self._group = dist.ProcessGroupGloo(prefixed, 0, world_size, timedelta(seconds=timeout_s))
+        else:
+            # The deadline is kept below: NCCL's own watchdog would end the process.
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(days=365)
+            self._group = dist.ProcessGroupNCCL(prefixed, 0, world_size, options)
+        self._abort = backend == "nccl"
+
+    def broadcast(self, tensor: torch.Tensor, calls: list[Future[Any]]) -> None:
+        """Send a contiguous tensor.
+
+        Raises RuntimeError when one of `calls` fails meanwhile, TimeoutError after the timeout.
+        """
+        work = self._group.broadcast(tensor, 0)
+        deadline = time.monotonic() + self._timeout_s
+        while not work.is_completed():
+            if any(call.done() and call.exception() is not None for call in calls):
+                raise RuntimeError("a server has given up on this update")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a server did not take a broadcast within {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
+        work.wait()
+
+    def leave(self) -> None:
+        """Drop the group and its sockets; may block until a broadcast in flight has timed out."""
+        if self._abort:
+            self._group.abort()
+        self._group = None
+
+
+def packed_groups(infos: list[TensorInfo], limit: int) -> list[list[TensorInfo]]:
+    """The tensors of each packed buffer: one is sent once its size exceeds `limit` bytes, the last as it is."""
+    groups: list[list[TensorInfo]] = []
+    size = limit + 1
+    for info in infos:
+        if size > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(info)
+        size += info.nbytes
+    return groups
+
+
+def buffers(
+    groups: list[list[TensorInfo]], tensors: Iterator[torch.Tensor], packed: bool, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """What to broadcast, in order. A buffer is reused: it must be on its way before the next is asked for."""
+    sizes = [sum(info.nbytes for info in group) for group in groups]
+    shared = max(
+        (size for size, group in zip(sizes, groups, strict=True) if len(group) > 1 or group[0].count is not None),
+        default=0,
+    )
+    buffer = torch.empty(shared, dtype=torch.uint8, device=device)
+    for size, group in zip(sizes, groups, strict=True):
+        if len(group) == 1 and group[0].count is None:
+            tensor = next(tensors).to(device)
+            yield tensor.view(-1).view(torch.uint8) if packed else tensor
+            continue
+        offset = 0
+        for info in group:
+            buffer[offset : offset + info.nbytes].copy_(next(tensors).view(-1).view(torch.uint8))
+            offset += info.nbytes
+        if size:  # else nothing changed in any of them
+            yield buffer[:size]

@@ -1,0 +1,148 @@
+"""What a trainer recomputes for tokens that a server sampled: their logprobs, ratios, versions and staleness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.sampling.filters import SamplingRow, add_logit_bias, apply_penalties, divide_by_temperature, without_nan
+from rollout.sampling.params import SamplingParams
+from trainer_bridge.client import Span
+
+
+def token_logprobs(logits: Tensor, token_ids: Tensor | Sequence[int]) -> Tensor:
+    """Float32 logprobs (T,) of `token_ids` (T,) under log_softmax(logits) (T, vocab; any float dtype).
+
+    These are a server's `raw_logprobs`. Differentiable.
+    """
+    ids = torch.as_tensor(token_ids, dtype=torch.long, device=logits.device)
+    return logits.float().log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+
+
+def logprobs(
+    logits: Tensor,
+    token_ids: Sequence[int],
+    *,
+    sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+    sampling_mask: Sequence[Sequence[int] | None] | None = None,
+    prompt_token_ids: Sequence[int] | None = None,
+) -> Tensor:
+    """Float32 logprobs (T,) that a server in `processed_logprobs` mode reports for a choice, from the trainer's logits.
+
+    `logits` (T, vocab; any float dtype): row t predicts `token_ids[t]`. `sampling_params` are those of the request (a
+    dict as sent, or SamplingParams), `sampling_mask` and `token_ids` those of the answer, `prompt_token_ids` the
+    request's. Differentiable with respect to `logits`; for equal logits equal to the server's in every bit.
+
+    What moves logits (logit_bias, penalties, temperature) is applied again, by the engine's own definitions: it is a
+    smooth function of the policy's logits, part of the distribution that was sampled. What drops tokens (allowed ids,
+    min_tokens, bad words, min-p, top-k, top-p) is not: recomputed from new weights it could drop the sampled token and
+    make the ratio 0 or undefined, so the recorded support stands for it and is held constant. A step whose mask is
+    None was not filtered. A greedy step's support is its token: its logprob is 0.
+
+    Raises ValueError where lengths differ, where a sampled token is outside its mask, and where `sampling_params` drop
+    tokens (bad words aside, which seldom do) but no mask is given: run the server with --return-sampling-mask, or pass
+    `[None] * T` if no step was filtered. Also where a repetition penalty lacks `prompt_token_ids`.
+    """
+    params = _as_params(sampling_params)
+    length, vocab_size = logits.shape
+    ids = list(token_ids)
+    if len(ids) != length or (sampling_mask is not None and len(sampling_mask) != length):
+        got = f"{len(ids)} token_ids" + ("" if sampling_mask is None else f" and {len(sampling_mask)} masks")
+        raise ValueError(f"{length} rows of logits need as many token_ids and masks, got {got}")
+    if sampling_mask is None:
+        _check_unrestricted(params, vocab_size)
+    if params.repetition_penalty != 1 and prompt_token_ids is None:
+        raise ValueError(f"repetition_penalty={params.repetition_penalty} looks at the prompt: pass prompt_token_ids")
+    moved = without_nan(logits)
+    rows = [SamplingRow(params, 0, 0, prompt_token_ids or (), ids[:t]) for t in range(length)]
+    add_logit_bias(moved, rows)
+    apply_penalties(moved, rows)
+    divide_by_temperature(moved, rows)
+    masks = [[i] for i in ids] if params.greedy else sampling_mask
+    if masks is not None:
+        moved = moved.masked_fill(_dropped(masks, ids, moved), -math.inf)
+    return token_logprobs(moved, ids)
+
+
+def importance_ratios(new_logprobs: Tensor, old_logprobs: Tensor, *, cap: float | None = None) -> Tensor:
+    """exp(new - old), of the shape of both; truncated at `cap` where given (Ionides 2008, truncated importance
+    sampling: less variance for some bias). No gradient flows into `old_logprobs`."""
+    ratios = (new_logprobs - old_logprobs.detach()).exp()
+    return ratios if cap is None else ratios.clamp(max=cap)
+
+
+def versions_per_token(spans: Sequence[Span | Mapping[str, Any]], length: int) -> list[str]:
+    """The label of the weights that sampled each of `length` output tokens, from a choice's `weight_versions` (or the
+    client's `Choice.spans`).
+
+    Raises ValueError where the spans don't tile [0, length).
+    """
+    return _per_token(spans, length, "version")
+
+
+def epochs_per_token(spans: Sequence[Span | Mapping[str, Any]], length: int) -> list[int]:
+    """The weight epoch that sampled each of `length` output tokens. Raises as `versions_per_token` does."""
+    return _per_token(spans, length, "epoch")
+
+
+def staleness(spans: Sequence[Span | Mapping[str, Any]], length: int, current_epoch: int) -> list[int]:
+    """How many commits each output token's weights are behind `current_epoch`. Raises as `versions_per_token` does."""
+    return [current_epoch - epoch for epoch in epochs_per_token(spans, length)]
+
+
+def _per_token(spans: Sequence[Span | Mapping[str, Any]], length: int, key: str) -> list[Any]:
+    values: list[Any] = []
+    for item in spans:
+        span = vars(item) if isinstance(item, Span) else item
+        if span["start"] != len(values) or span["end"] <= span["start"]:
+            raise ValueError(f"weight version spans must tile [0, {length}) in order: {dict(span)} after {len(values)}")
+        if span.get(key) is None:
+            raise ValueError(f"a span has no {key!r}, this server doesn't report it: {dict(span)}")
+        values += [span[key]] * (span["end"] - span["start"])
+    if len(values) != length:
+        raise ValueError(f"weight version spans must tile [0, {length}), they end at {len(values)}")
+    return values
+
+
+def _as_params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
+    if isinstance(params, SamplingParams):
+        return params
+    known = {f.name for f in fields(SamplingParams)}
+    given = {name: value for name, value in (params or {}).items() if name in known and value is not None}
+    if "logit_bias" in given:  # JSON has no integer keys
+        given["logit_bias"] = {int(token): float(bias) for token, bias in given["logit_bias"].items()}
+    return SamplingParams(**given)
+
+
+def _check_unrestricted(params: SamplingParams, vocab_size: int) -> None:
+    if params.greedy:
+        return
+    dropping = {
+        "allowed_token_ids": params.allowed_token_ids is not None,
+        "min_tokens": params.min_tokens > 0,
+        "min_p": params.min_p > 0,
+        "top_k": 0 < params.top_k < vocab_size,
+        "top_p": params.top_p < 1,
+    }
+    if at_work := [name for name, drops in dropping.items() if drops]:
+        raise ValueError(
+            f"{', '.join(at_work)} dropped tokens, but there is no sampling_mask: run the server with "
+            "--return-sampling-mask, or pass a list of None if no step was filtered"
+        )
+
+
+def _dropped(masks: Sequence[Sequence[int] | None], ids: Sequence[int], logits: Tensor) -> Tensor:
+    """Bool (T, vocab): True outside each step's mask. Raises ValueError where a sampled token is outside its own."""
+    dropped = torch.zeros(logits.shape, dtype=torch.bool)
+    for t, (mask, token) in enumerate(zip(masks, ids, strict=True)):
+        if mask is not None:
+            dropped[t] = True
+            dropped[t, torch.as_tensor(mask, dtype=torch.long)] = False
+            if dropped[t, token]:
+                raise ValueError(f"token {token} at step {t} is outside its sampling_mask of {len(mask)} tokens")
+    return dropped.to(logits.device)
