@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from rollout.bench import report
 from rollout.bench.fleet import PRESETS, Fleet, Topology
 from rollout.bench.http_cost import HttpCost
 from rollout.bench.loads import LOADS, Server
@@ -27,7 +28,7 @@ from rollout.bench.measure import Result as Measured
 from rollout.bench.push import Result as Push
 from rollout.bench.routing import fleet_cost, routing_cost
 from rollout.bench.simulate import cells, simulate, wall_cells
-from rollout.cli.bench import bench, report
+from rollout.cli.bench import bench
 
 DOCS = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
 

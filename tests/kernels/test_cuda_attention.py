@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from test_attention import Harness, History, dense
 from torch import Tensor
 
 from rollout.kernels.attention import cuda
 from rollout.kernels.attention.base import AttentionBackend, AttentionParams, LayerShape, RaggedBatch
 from rollout.kernels.attention.torch_paged import TorchAttention
+from tests.kernels.test_attention import Harness, History, dense
 
 triton = pytest.importorskip("triton")  # has no wheels beyond Linux; the dev extra brings it there
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 import trl.generation.vllm_client
 from accelerate import PartialState
-from test_call_orders import Trainer, parameters
 from transformers import PreTrainedModel
 from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 from trl.experimental.async_grpo.vllm_client import VLLMClient
@@ -30,6 +29,7 @@ from tests.support import tiny_models, trl_lab
 from tests.support.engine_utils import TOLERANCE, prompt, teacher_forced
 from tests.support.push_reference import single
 from tests.support.weights_lab import update_info
+from tests.weights.test_call_orders import Trainer, parameters
 from trainer_bridge.client import RolloutClient
 
 FLAGS = ["--enable-scale-out", "--dtype", "float32", "--device", "cpu", "--num-threads", "1"]

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine_restart import FLAGS, engine_of
 
 from rollout.launch import serve
+from tests.engine.test_engine_restart import FLAGS, engine_of
 from tests.support.doomed_trainer import TIMEOUT_S, trainer, weights
 from tests.support.engine_utils import TOLERANCE, prompt, teacher_forced
 from tests.support.push_reference import single
