@@ -13,7 +13,8 @@ import pytest
 
 from rollout.config import ServerConfig
 from tests.support import fake_engine
-from tests.support.server_harness import RunningServer, eventually, running_server
+from tests.support.server_harness import RunningServer, running_server
+from tests.support.wait import eventually
 from trainer_bridge.client import AsyncRolloutClient, Generation, RolloutClient, RolloutError, Span
 
 PROMPT = [fake_engine.RELABEL, 20]

@@ -17,7 +17,7 @@ from rollout.weights.parameters import WeightStore
 from rollout.weights.updater import WeightUpdater
 from tests.support import tiny_models
 from tests.support.engine_utils import TOLERANCE, prompt, teacher_forced
-from tests.support.weights_lab import llama, sha256
+from tests.support.weight_updates import llama, sha256
 from trainer_bridge.client import RolloutClient, Span
 
 TEXT = (Path(__file__).parents[2] / "docs" / "weight-updates.md").read_text()

@@ -16,7 +16,7 @@ from transformers.models.auto import CONFIG_MAPPING
 from rollout.engine.engine import Engine
 from tests.support import tiny_models
 from tests.support.engine_utils import prompt
-from tests.support.exact_lab import (
+from tests.support.exact_rollouts import (
     DTYPES,
     Rollout,
     differing,

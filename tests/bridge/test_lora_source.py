@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.weights_lab import Server, llama, same_weights
+from tests.support.weight_updates import UpdaterServer, llama, same_weights
 from trainer_bridge.push.lora import LoraSource
 from trainer_bridge.push.sender import WeightSender
 
@@ -94,7 +94,7 @@ def test_adapters_are_read_when_they_are_sent():
     model = llama(1)
     chosen = adapters(model)
     source = LoraSource(model, chosen)
-    with Server(llama(0)) as server, WeightSender.connect(server.url, source, timeout_s=20) as sender:
+    with UpdaterServer(llama(0)) as server, WeightSender.connect(server.url, source, timeout_s=20) as sender:
         for _ in range(2):
             sender.push(sparse=True, verify=True)
             expected = llama(0)

@@ -18,7 +18,7 @@ import torch
 
 from rollout.launch import serve
 from tests.support import tiny_models
-from tests.support.server_harness import eventually
+from tests.support.wait import eventually
 from trainer_bridge import RolloutClient, RolloutError, WeightPushError
 from trainer_bridge.client import Choice, Span
 from trainer_bridge.loop import checkpoint, dashboard

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.support.weights_lab import MOE, Server, eventually, llama, same_weights, saved_tensors
+from tests.support.wait import eventually
+from tests.support.weight_updates import MOE, UpdaterServer, llama, same_weights, saved_tensors
 from trainer_bridge.push import sender as sender_module
 from trainer_bridge.push.group import TrainerGroup
 from trainer_bridge.push.sender import WeightPushError, WeightSender
@@ -23,7 +24,7 @@ from trainer_bridge.push.sources import ModuleSource, StateDictSource
 
 @pytest.fixture
 def server():
-    with Server(llama(0)) as running:
+    with UpdaterServer(llama(0)) as running:
         yield running
 
 
@@ -31,7 +32,7 @@ def server():
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_push_is_what_the_server_then_holds(packed, tied, monkeypatch):
     monkeypatch.setattr(sender_module, "PACKED_BUFFER_BYTES", 20_000)
-    with Server(llama(0, tied=tied)) as server:
+    with UpdaterServer(llama(0, tied=tied)) as server:
         trained = llama(1, tied=tied)
         with WeightSender.connect(server.url, trained, packed=packed, timeout_s=20) as sender:
             for step in range(3):
@@ -50,7 +51,7 @@ def test_every_push_is_what_the_server_then_holds(packed, tied, monkeypatch):
 @pytest.mark.parametrize(("trained_in", "served_in"), [("bfloat16", "float32"), ("float32", "bfloat16")])
 def test_dtypes_are_cast_by_the_server(trained_in, served_in):
     served, trained = llama(0, dtype=getattr(torch, served_in)), llama(1, dtype=getattr(torch, trained_in))
-    with Server(served) as server, WeightSender.connect(server.url, trained, timeout_s=20) as sender:
+    with UpdaterServer(served) as server, WeightSender.connect(server.url, trained, timeout_s=20) as sender:
         sender.push()
         assert same_weights(served, trained.to(getattr(torch, served_in)))
 
@@ -60,7 +61,7 @@ def test_a_moe_under_either_kind_of_name(build, tmp_path):
     trained = build(1)
     sums = []
     for source in (trained, saved_tensors(trained, tmp_path)):
-        with Server(build(0)) as server, WeightSender.connect(server.url, source, timeout_s=20) as sender:
+        with UpdaterServer(build(0)) as server, WeightSender.connect(server.url, source, timeout_s=20) as sender:
             sender.push()
             assert same_weights(server.model, trained)
             sums.append(server.call("weight_checker", action="checksum")["checksums"])
@@ -194,8 +195,7 @@ def test_an_error_of_the_trainers_own_source_frees_the_server(server):
     )
     with pytest.raises(WeightPushError, match="the optimizer is on fire"):
         sender.push()
-    with eventually() as until:
-        until(lambda: server.call("weight_info")["state"] == "aborted")
+    eventually(lambda: server.call("weight_info")["state"] == "aborted")
     sender.close()
     assert same_weights(server.model, llama(0))
 
@@ -237,10 +237,9 @@ def test_a_trainer_killed_in_the_middle(server, tensor, packed, tmp_path):
     trainer = trainer_process(KILLED_TRAINER, server.url, tmp_path / "tensors", tensor, packed)
     with trainer:
         assert trainer.stdout.readline() == "dying\n"
-        with eventually() as until:
-            until(lambda: server.call("weight_info")["state"] == "receiving")
-            trainer.kill()
-            until(lambda: server.call("weight_info")["state"] == "aborted")
+        eventually(lambda: server.call("weight_info")["state"] == "receiving")
+        trainer.kill()
+        eventually(lambda: server.call("weight_info")["state"] == "aborted")
     assert "broadcast" in server.call("weight_info")["last_error"]
     assert same_weights(server.model, llama(0))
     with WeightSender.connect(server.url, llama(2), timeout_s=20) as successor:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout.weights.staging import Staging
-from tests.support.weights_lab import Server, llama, mixtral, same_weights
+from tests.support.weight_updates import UpdaterServer, llama, mixtral, same_weights
 from trainer_bridge.push import folder as folder_module
 from trainer_bridge.push import sender as sender_module
 from trainer_bridge.push.sender import WeightPushError, WeightSender
@@ -19,14 +19,14 @@ from trainer_bridge.push.sources import StateDictSource
 
 @pytest.fixture
 def server():
-    with Server(llama(0)) as running:
+    with UpdaterServer(llama(0)) as running:
         yield running
 
 
 @pytest.fixture
 def servers():
     with ExitStack() as stack:
-        yield [stack.enter_context(Server(llama(seed))) for seed in (0, 10, 20)]
+        yield [stack.enter_context(UpdaterServer(llama(seed))) for seed in (0, 10, 20)]
 
 
 def nudge(model, share=0.01):
@@ -76,7 +76,11 @@ def test_a_verified_push_is_refused_when_one_bit_changes_on_the_way(server, pack
 def test_sparse_pushes_are_whole_pushes_in_fewer_bytes(dtype, verify, monkeypatch):
     monkeypatch.setattr(sender_module, "PACKED_BUFFER_BYTES", 300)  # several broadcasts
     trained = llama(1, dtype=dtype, tied=True)
-    with Server(llama(0, tied=True)) as server, Server(llama(0, tied=True)) as whole, ExitStack() as stack:
+    with (
+        UpdaterServer(llama(0, tied=True)) as server,
+        UpdaterServer(llama(0, tied=True)) as whole,
+        ExitStack() as stack,
+    ):
         sender = stack.enter_context(WeightSender.connect(server.url, trained, packed=False, timeout_s=20))
         reference = stack.enter_context(WeightSender.connect(whole.url, trained, timeout_s=20))
         first = sender.push("0", sparse=True, verify=verify)  # no base is known
@@ -236,7 +240,10 @@ def test_a_sharded_transformers_checkpoint_is_pushed_by_its_path(tmp_path):
     assert len(set(index["weight_map"].values())) > 1
     # Not of the checkpoint: some folders hold the same weights once more in another format.
     save_file({"tok_embeddings.weight": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
-    with Server(mixtral(0)) as server, WeightSender.connect(server.url, None, backend="disk", timeout_s=20) as sender:
+    with (
+        UpdaterServer(mixtral(0)) as server,
+        WeightSender.connect(server.url, None, backend="disk", timeout_s=20) as sender,
+    ):
         result = sender.push_folder(tmp_path, "checkpoint")
         assert same_weights(server.model, trained)
         assert (result.version, result.bytes) == ("checkpoint", parameter_bytes(trained))
@@ -308,7 +315,7 @@ def test_one_server_that_refuses_keeps_all_from_committing(servers, backend, tmp
 
 
 def test_one_server_with_another_model_keeps_all_from_committing(servers):
-    with Server(llama(3, vocab_size=64)) as other:
+    with UpdaterServer(llama(3, vocab_size=64)) as other:
         urls = [servers[0].url, other.url]
         sender = WeightSender.connect(urls, llama(1), timeout_s=20)
         with pytest.raises(WeightPushError, match=f"{other.url}: .*embed_tokens.*shape"):

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel, PrinterCallback, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 
 from rollout.launch import serve
-from tests.support import tiny_models, trl_lab
+from tests.support import tiny_models, tiny_trl
 from tests.support.engine_utils import TOLERANCE
 from tests.support.push_reference import single
-from tests.support.server_harness import eventually
-from tests.support.weights_lab import sha256
+from tests.support.wait import eventually
+from tests.support.weight_updates import sha256
 from trainer_bridge import RolloutClient, WeightPushError
 from trainer_bridge.integrations.trl import RolloutWorker, WeightTransfer, log_gap
 
@@ -34,8 +34,8 @@ PROMPTS = [{"prompt": text, "wanted": i % 2} for i, text in enumerate(["one", "t
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
     folder = tmp_path_factory.mktemp("server")
-    path = trl_lab.build(folder / "model")
-    with serve(path, folder / "log", *trl_lab.SERVER_FLAGS) as url, RolloutClient(url, timeout_s=60) as client:
+    path = tiny_trl.build(folder / "model")
+    with serve(path, folder / "log", *tiny_trl.SERVER_FLAGS) as url, RolloutClient(url, timeout_s=60) as client:
         yield client
 
 
@@ -55,12 +55,12 @@ class Logs(TrainerCallback):
 def test_it_trains(client: RolloutClient, tmp_path: Path) -> None:
     """The server ends with the trainer's weights, answers were crossed by pushes, and the gap is that of staleness."""
     steps, base = 6, client.weight_info()["epoch"]
-    folder = trl_lab.build(tmp_path / "model")
-    args = trl_lab.config(
+    folder = tiny_trl.build(tmp_path / "model")
+    args = tiny_trl.config(
         tmp_path, client.base_url, max_steps=steps, learning_rate=3e-3, max_staleness=3, max_completion_length=64
     )
     transfer, logs = WeightTransfer(args), Logs()
-    worker = RolloutWorker(args, PROMPTS, even, trl_lab.tokenizer())
+    worker = RolloutWorker(args, PROMPTS, even, tiny_trl.tokenizer())
     trainer = AsyncGRPOTrainer(
         str(folder),
         args=args,
@@ -102,9 +102,9 @@ def parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
 def test_samples_say_what_was_sampled_by_which_weights(client: RolloutClient, tmp_path: Path) -> None:
     """Logprobs are transformers' under the weights of each token's version, also where a push falls into an answer."""
     models = {1: tiny_models.model("llama", 1), 2: tiny_models.model("llama", 2)}
-    args = trl_lab.config(tmp_path, client.base_url, max_completion_length=80)
+    args = tiny_trl.config(tmp_path, client.base_url, max_completion_length=80)
     transfer = WeightTransfer(args)
-    worker = RolloutWorker(args, PROMPTS, [even, one_if_wanted], trl_lab.tokenizer())
+    worker = RolloutWorker(args, PROMPTS, [even, one_if_wanted], tiny_trl.tokenizer())
     transfer.init_weight_transfer()
     try:
         transfer.send_weights(parameters(models[1]))
@@ -118,7 +118,7 @@ def test_samples_say_what_was_sampled_by_which_weights(client: RolloutClient, tm
     finally:
         worker.stop()
         transfer.destroy()
-    tokenizer = trl_lab.tokenizer()
+    tokenizer = tiny_trl.tokenizer()
     for sample in samples:
         prompt, output = split(sample)
         assert prompt == tokenizer(sample.prompt).input_ids
@@ -171,10 +171,10 @@ def check_scores(samples: list[Any], size: int) -> None:
 
 
 def test_messages_go_through_the_chat_template(client: RolloutClient, tmp_path: Path) -> None:
-    tokenizer = trl_lab.tokenizer()
+    tokenizer = tiny_trl.tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}{{ mood }}>"
     messages = [{"role": "user", "content": "hello"}]
-    args = trl_lab.config(tmp_path, client.base_url, chat_template_kwargs={"mood": "glad"})
+    args = tiny_trl.config(tmp_path, client.base_url, chat_template_kwargs={"mood": "glad"})
     worker = RolloutWorker(args, [{"prompt": messages}], even, tokenizer)
     client.post("/update_weight_version", {"new_version": "trl-7"})
     worker.start()
@@ -190,7 +190,7 @@ def test_messages_go_through_the_chat_template(client: RolloutClient, tmp_path: 
 
 def test_tokens_of_anothers_weights_end_the_run(client: RolloutClient, tmp_path: Path) -> None:
     client.post("/update_weight_version", {"new_version": "someone-else"})
-    worker = RolloutWorker(trl_lab.config(tmp_path, client.base_url), PROMPTS, even, trl_lab.tokenizer())
+    worker = RolloutWorker(tiny_trl.config(tmp_path, client.base_url), PROMPTS, even, tiny_trl.tokenizer())
     worker.start()
     worker._thread.join(60)
     with pytest.raises(RuntimeError, match="'someone-else', which this run did not push"):
@@ -200,7 +200,7 @@ def test_tokens_of_anothers_weights_end_the_run(client: RolloutClient, tmp_path:
 
 def test_a_failing_reward_function_ends_the_run(client: RolloutClient, tmp_path: Path) -> None:
     client.post("/update_weight_version", {"new_version": "trl-1"})
-    worker = RolloutWorker(trl_lab.config(tmp_path, client.base_url), PROMPTS, broken, trl_lab.tokenizer())
+    worker = RolloutWorker(tiny_trl.config(tmp_path, client.base_url), PROMPTS, broken, tiny_trl.tokenizer())
     worker.start()
     worker._thread.join(60)
     with pytest.raises(RuntimeError, match="no such column") as failed:
@@ -214,8 +214,8 @@ def broken(**_: Any) -> list[float]:
 
 def test_what_others_abort_is_sampled_again(client: RolloutClient, tmp_path: Path) -> None:
     client.post("/update_weight_version", {"new_version": "trl-1"})
-    args = trl_lab.config(tmp_path, client.base_url, max_completion_length=300)
-    worker = RolloutWorker(args, PROMPTS, even, trl_lab.tokenizer())
+    args = tiny_trl.config(tmp_path, client.base_url, max_completion_length=300)
+    worker = RolloutWorker(args, PROMPTS, even, tiny_trl.tokenizer())
     worker.start()
     try:
         eventually(lambda: client.abort_all() > 0)
@@ -230,8 +230,8 @@ def test_what_others_abort_is_sampled_again(client: RolloutClient, tmp_path: Pat
 
 def test_of_more_samples_than_fit_the_newest_are_kept(client: RolloutClient, tmp_path: Path) -> None:
     client.post("/update_weight_version", {"new_version": "trl-1"})
-    args = trl_lab.config(tmp_path, client.base_url, queue_maxsize=4)
-    worker = RolloutWorker(args, PROMPTS, even, trl_lab.tokenizer())
+    args = tiny_trl.config(tmp_path, client.base_url, queue_maxsize=4)
+    worker = RolloutWorker(args, PROMPTS, even, tiny_trl.tokenizer())
     worker.start()
     dropped = 0
     try:
@@ -266,8 +266,8 @@ def hangs_up() -> Iterator[str]:
 
 
 def test_a_server_that_is_away_is_asked_again_and_then_named(hangs_up: str, tmp_path: Path) -> None:
-    args = trl_lab.config(tmp_path, hangs_up, request_timeout=1)
-    worker = RolloutWorker(args, PROMPTS, even, trl_lab.tokenizer())
+    args = tiny_trl.config(tmp_path, hangs_up, request_timeout=1)
+    worker = RolloutWorker(args, PROMPTS, even, tiny_trl.tokenizer())
     worker.start()
     worker._thread.join(60)
     with pytest.raises(RuntimeError, match=re.escape(hangs_up)):
@@ -276,13 +276,13 @@ def test_a_server_that_is_away_is_asked_again_and_then_named(hangs_up: str, tmp_
 
 
 def test_a_temperature_needs_processed_logprobs(hangs_up: str, tmp_path: Path) -> None:
-    args = trl_lab.config(tmp_path, hangs_up, temperature=0.7)
+    args = tiny_trl.config(tmp_path, hangs_up, temperature=0.7)
     with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs"):
-        RolloutWorker(args, PROMPTS, even, trl_lab.tokenizer()).start()
+        RolloutWorker(args, PROMPTS, even, tiny_trl.tokenizer()).start()
 
 
 def test_a_failed_push_leaves_the_old_weights_and_finishes_the_gathers(client: RolloutClient, tmp_path: Path) -> None:
-    transfer = WeightTransfer(trl_lab.config(tmp_path, client.base_url))
+    transfer = WeightTransfer(tiny_trl.config(tmp_path, client.base_url))
     with pytest.raises(RuntimeError, match="before init_weight_transfer"):
         transfer.send_weights(iter(()))
     transfer.init_weight_transfer()
@@ -302,7 +302,7 @@ def test_a_failed_push_leaves_the_old_weights_and_finishes_the_gathers(client: R
 @pytest.mark.parametrize("partial", [False, True])
 def test_frozen_parameters_need_partial(client: RolloutClient, tmp_path: Path, partial: bool) -> None:
     """TRL sends what requires a gradient; a server takes that for a whole model only if it is told so."""
-    transfer = WeightTransfer(trl_lab.config(tmp_path, client.base_url), partial=partial)
+    transfer = WeightTransfer(tiny_trl.config(tmp_path, client.base_url), partial=partial)
     transfer.init_weight_transfer()
     some = (pair for pair in parameters(tiny_models.model("llama", 4)) if "embed" not in pair[0])
     if partial:
@@ -318,6 +318,6 @@ def test_frozen_parameters_need_partial(client: RolloutClient, tmp_path: Path, p
     ("setting", "value"), [("top_p", 0.9), ("top_k", 20), ("min_p", 0.1), ("repetition_penalty", 1.1)]
 )
 def test_filters_that_trl_does_not_see_are_refused(tmp_path: Path, setting: str, value: float) -> None:
-    args = trl_lab.config(tmp_path, "http://127.0.0.1:9", **{setting: value})
+    args = tiny_trl.config(tmp_path, "http://127.0.0.1:9", **{setting: value})
     with pytest.raises(ValueError, match=f"{setting}={value}: TRL's trainer"):
-        RolloutWorker(args, PROMPTS, even, trl_lab.tokenizer())
+        RolloutWorker(args, PROMPTS, even, tiny_trl.tokenizer())

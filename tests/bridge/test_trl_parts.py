@@ -17,7 +17,7 @@ import torch
 from accelerate import PartialState
 from trl.experimental.async_grpo import async_rollout_worker
 
-from tests.support import trl_lab
+from tests.support import tiny_trl
 from tests.support.engine_utils import TOLERANCE
 from trainer_bridge.integrations.trl_compat import check_version, varlen_attention
 from trainer_bridge.integrations.trl_worker import _advantages
@@ -90,7 +90,7 @@ def test_varlen_attention(window: tuple[int, int], softcap: float, causal: bool)
 
 
 def test_the_example(tmp_path: Path) -> None:
-    folder = trl_lab.build(tmp_path / "model")
+    folder = tiny_trl.build(tmp_path / "model")
     command = [sys.executable, EXAMPLE, "--model", folder, "--max-steps", "2", "--output", tmp_path / "out"]
     result = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr

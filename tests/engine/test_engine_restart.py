@@ -23,11 +23,12 @@ from rollout.messages import AddRequest
 from rollout.sampling.params import SamplingParams
 from rollout.weights.parameters import WeightStore
 from rollout.weights.snapshot import SnapshotKeeper, resume
-from tests.support import dying_engine, tiny_models
+from tests.support import crashing_engine, tiny_models
 from tests.support.engine_utils import TOLERANCE, prompt, teacher_forced
 from tests.support.push_reference import single
 from tests.support.server_harness import children
-from tests.support.weights_lab import eventually, fill, llama, mixtral, same_weights
+from tests.support.wait import eventually
+from tests.support.weight_updates import fill, llama, mixtral, same_weights
 from trainer_bridge.client import RolloutClient, RolloutError
 from trainer_bridge.push.sender import WeightPushError, WeightSender
 from trainer_bridge.push.sources import ModuleSource
@@ -51,9 +52,8 @@ class Server:
         os.kill(engine_of(self.path), signal.SIGKILL)
 
     def wait_restarted(self) -> None:
-        with eventually(RESTART_S) as until:
-            until(lambda: not self.client.health())
-            until(self.client.health)
+        eventually(lambda: not self.client.health(), RESTART_S)
+        eventually(self.client.health, RESTART_S)
 
     def check_serves(self, seed: int, epoch: int, version: str) -> None:
         """Greedy ids and their logprobs are those of the tiny model of this seed, under this name."""
@@ -148,8 +148,7 @@ def test_without_a_snapshot_it_serves_the_first_model_or_waits_for_a_push(tmp_pa
         running.check_serves(2, 2, "two")
         # That was the last restart it had.
         running.kill_engine()
-        with eventually(20) as until:
-            until(lambda: not running.client.health())
+        eventually(lambda: not running.client.health(), 20)
         with pytest.raises(RolloutError, match=r"not running: it exited with code -9"):
             running.client.generate(prompt(50), {"max_tokens": 1})
 
@@ -160,8 +159,7 @@ def test_with_a_snapshot_it_goes_on_from_the_last_commit(tmp_path: Path) -> None
     with server(tmp_path, "--keep-weight-snapshot", str(folder), "--engine-restarts", "2") as running:
         for seed, version in ((1, "one"), (2, "two")):
             assert running.push(seed, version) == seed
-            with eventually(30) as until:
-                until(lambda: [f.name for f in folder.glob("rollout-*/*")] == [f"epoch-00000000{running.epoch}"])
+            eventually(lambda: [f.name for f in folder.glob("rollout-*/*")] == [f"epoch-00000000{running.epoch}"], 30)
         before = running.client.post("/weight_checker", {"action": "checksum"})
         running.client.post("/update_weight_version", {"new_version": "renamed"})
         running.client.pause("keep")
@@ -177,14 +175,15 @@ def test_with_a_snapshot_it_goes_on_from_the_last_commit(tmp_path: Path) -> None
         for file in running.path.glob("*.safetensors"):
             file.unlink()
         running.kill_engine()
-        with eventually(RESTART_S) as until:
-            until(lambda: "not running" in running.refusal())
+        eventually(lambda: "not running" in running.refusal(), RESTART_S)
     assert not list(folder.iterdir())
 
 
 def test_what_a_successor_is_told_and_how_many_there_are(tmp_path: Path) -> None:
     async def lives() -> None:
-        client = EngineClient(EngineConfig(model=str(tmp_path)), connect=processes(dying_engine.run_engine), restarts=3)
+        client = EngineClient(
+            EngineConfig(model=str(tmp_path)), connect=processes(crashing_engine.run_engine), restarts=3
+        )
         client.start()
         try:
             await client.wait_ready(60)
@@ -226,13 +225,12 @@ def test_what_a_successor_is_told_and_how_many_there_are(tmp_path: Path) -> None
 def test_a_snapshot_is_bit_exact_and_only_the_newest_is_kept(make, tmp_path):
     store = WeightStore(make(0))
     keeper = SnapshotKeeper(store, str(tmp_path))
-    with eventually() as until:
-        for epoch in (1, 2):
-            staging = fill(store, {n: p.detach().clone() for n, p in make(epoch).named_parameters()})
-            staging.check(partial=False, progress=lambda: None)
-            store.commit(staging, f"v{epoch}")
-            keeper.request()
-            until(lambda e=epoch: [p.name for p in tmp_path.iterdir()] == [f"epoch-00000000{e}"])
+    for epoch in (1, 2):
+        staging = fill(store, {n: p.detach().clone() for n, p in make(epoch).named_parameters()})
+        staging.check(partial=False, progress=lambda: None)
+        store.commit(staging, f"v{epoch}")
+        keeper.request()
+        eventually(lambda e=epoch: [p.name for p in tmp_path.iterdir()] == [f"epoch-00000000{e}"])
     for known, served, label in ((1, 2, "v2"), (2, 2, "told"), (5, 6, "v2")):
         model = make(7)
         successor = WeightStore(model)
@@ -247,8 +245,7 @@ def test_a_snapshot_that_can_not_be_used_is_no_weights(damage, tmp_path):
     store = WeightStore(llama(1))
     store.epoch = 1
     SnapshotKeeper(store, str(tmp_path)).request()
-    with eventually() as until:
-        until(lambda: (tmp_path / "epoch-000000001").exists())
+    eventually(lambda: (tmp_path / "epoch-000000001").exists())
     (file,) = tmp_path.glob("*/*.safetensors")
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-8])

@@ -14,7 +14,7 @@ from rollout.engine.engine import Engine
 from rollout.messages import AddRequest
 from tests.support import tiny_models
 from tests.support.engine_utils import prompt
-from tests.support.exact_lab import (
+from tests.support.exact_rollouts import (
     DTYPES,
     counted,
     differing,

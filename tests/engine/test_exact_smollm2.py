@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from rollout.engine.engine import Engine
 from rollout.messages import AddRequest
-from tests.support.exact_lab import (
+from tests.support.exact_rollouts import (
     DTYPES,
     Rollout,
     Rollouts,

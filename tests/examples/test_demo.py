@@ -17,7 +17,7 @@ from rollout.demo.model import fetch_smollm2
 from rollout.demo.report import Step, most_versions, summary
 from rollout.demo.trainer import TrainStats
 from tests.support import tiny_models
-from tests.support.server_harness import eventually
+from tests.support.wait import eventually
 from trainer_bridge import RolloutClient
 from trainer_bridge.client import Choice, Span
 from trainer_bridge.loop.sampler import SamplerStats

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.launch import serve
 from tests.support import fake_engine, text_server
-from tests.support.server_harness import RunningServer, eventually
+from tests.support.server_harness import RunningServer
+from tests.support.wait import eventually
 
 FILE = Path(__file__).parents[2] / "examples" / "token_generation_client.py"
 

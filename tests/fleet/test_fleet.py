@@ -12,10 +12,11 @@ import httpx
 import pytest
 
 from rollout.config import ServerConfig
-from tests.support import fake_engine, spoiled_engine, tiny_models
+from tests.support import fake_engine, refusing_engine, tiny_models
 from tests.support.engine_utils import prompt
-from tests.support.fleet_lab import FleetServer, RankKiller, check_greedy, fleet
-from tests.support.server_harness import RunningServer, eventually, running_server
+from tests.support.fleet_server import FleetServer, RankKiller, check_greedy, fleet
+from tests.support.server_harness import RunningServer, running_server
+from tests.support.wait import eventually
 from trainer_bridge.client import Choice, RolloutClient, RolloutError
 from trainer_bridge.loop.metrics import of_server
 from trainer_bridge.push.sender import WeightPushError, WeightSender
@@ -253,7 +254,7 @@ def test_all_commit_or_none_and_who_fails_alone_comes_back(tmp_path: Path) -> No
     options = {"dtype": "float32", "device": "cpu", "num_threads": 1, "restarts": 2}
     config = ServerConfig(served_model_name="smol", enable_scale_out=True, skip_tokenizer_init=True)
     with (
-        running_server(config, model=str(path), target=spoiled_engine.run_engine, size=2, **options) as server,
+        running_server(config, model=str(path), target=refusing_engine.run_engine, size=2, **options) as server,
         RolloutClient(server.url, timeout_s=60) as client,
     ):
         running = FleetServer.__new__(FleetServer)
@@ -261,16 +262,16 @@ def test_all_commit_or_none_and_who_fails_alone_comes_back(tmp_path: Path) -> No
         push(running, 1, "one")
         running.check_serves(1, 1, "one")
         with pytest.raises(WeightPushError, match="engine 1: spoiled"):
-            push(running, 2, spoiled_engine.REFUSE_CHECK)
+            push(running, 2, refusing_engine.REFUSE_CHECK)
         running.check_serves(1, 1, "one")
         assert server.engine.ranks[1].restarts == 0
-        push(running, 3, spoiled_engine.REFUSE_COMMIT)
+        push(running, 3, refusing_engine.REFUSE_COMMIT)
         eventually(lambda: len(running.ranks()) == 2 and server.engine.ranks[1].restarts == 1, 120)
-        running.check_serves(3, 2, spoiled_engine.REFUSE_COMMIT)
+        running.check_serves(3, 2, refusing_engine.REFUSE_COMMIT)
         # A whole update in one call is one for all, too.
         folder = tiny_models.build("llama", tmp_path / "next", seed=4)
         assert client.post("/update_weights", {"weight_dir": str(folder)}) == {"status": "ok"}
-        running.check_serves(4, 3, spoiled_engine.REFUSE_COMMIT)
+        running.check_serves(4, 3, refusing_engine.REFUSE_COMMIT)
         assert {r["state"] for r in running.ranks()} == {"committed"}
         # A group that is too small for all is refused before anybody joins it.
         info = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": 1, "world_size": 2}

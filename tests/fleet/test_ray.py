@@ -25,8 +25,8 @@ from rollout.launch import serve
 from rollout.server.main import listen
 from tests.support import fake_engine, server_harness, tiny_models
 from tests.support.engine_utils import prompt, teacher_forced
-from tests.support.ray_lab import RayCluster, ray_cluster
-from tests.support.server_harness import eventually
+from tests.support.local_ray import RayCluster, ray_cluster
+from tests.support.wait import eventually
 from trainer_bridge.client import RolloutClient, RolloutError
 from trainer_bridge.push.sender import WeightPushError, WeightSender
 from trainer_bridge.push.sources import ModuleSource

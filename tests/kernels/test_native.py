@@ -19,8 +19,8 @@ from rollout.kernels.products import PackedWeight, serves_linear
 from rollout.model.fused import PackedWeights, SiLUGate, fuse_gates, fuse_norms, fuse_rotary
 from tests.support import tiny_models
 from tests.support.engine_utils import prompt
-from tests.support.exact_lab import exact_engine, request, roll_out, same_bits
-from tests.support.weights_lab import fill, saved_tensors
+from tests.support.exact_rollouts import exact_engine, request, roll_out, same_bits
+from tests.support.weight_updates import fill, saved_tensors
 
 REQUESTS = [request("group", prompt(40), n=3), request("one", prompt(3)), request("greedy", prompt(20), temperature=0)]
 

@@ -26,7 +26,7 @@ from rollout.server.answers.routing import routed_experts_npy
 from tests.support import text_server, tiny_models
 from tests.support.engine_utils import Outputs, engine, ids, prompt, request, run
 from tests.support.server_harness import running_server
-from tests.support.weights_lab import eventually
+from tests.support.wait import eventually
 
 
 @dataclass(frozen=True)
@@ -105,8 +105,7 @@ def push(engine: Engine, folder: Path) -> None:
     call("start_weight_update", {}).result(20)
     call("update_weights", {"update_info": {"path": str(folder)}}).result(20)
     finishing = call("finish_weight_update", {})
-    with eventually() as until:
-        until(lambda: engine.commit_weights() or finishing.done())
+    eventually(lambda: engine.commit_weights() or finishing.done())
     finishing.result(20)
 
 

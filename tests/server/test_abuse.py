@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support import abuse, text_server, tiny_models
 from tests.support.engine_utils import prompt
-from tests.support.server_harness import eventually
+from tests.support.wait import eventually
 
 MAX_LEN, MAX_SEQS, BODY_LIMIT = 128, 8, 1 << 19
 FLAGS = {

@@ -23,7 +23,8 @@ import pytest
 from rollout.config import ServerConfig
 from rollout.server.auth import api_keys
 from tests.support import fake_engine
-from tests.support.server_harness import RunningServer, eventually, running_server
+from tests.support.server_harness import RunningServer, running_server
+from tests.support.wait import eventually
 
 PATH = "/inference/v1/generate"
 ROOT = Path(__file__).parents[2]

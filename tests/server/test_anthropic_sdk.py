@@ -11,7 +11,7 @@ import anthropic
 import pytest
 
 from tests.support.server_harness import RunningServer
-from tests.support.smollm2_lab import ANSWER, QUESTION, chat_prompt, greedy, smollm2_server
+from tests.support.smollm2 import ANSWER, QUESTION, chat_prompt, greedy, smollm2_server
 from tests.support.text_server import text_server
 
 pytestmark = pytest.mark.smollm2

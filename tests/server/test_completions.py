@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from tests.support import fake_engine
-from tests.support.server_harness import RunningServer, eventually
+from tests.support.server_harness import RunningServer
 from tests.support.text_server import events, ok, refusal, text_server
+from tests.support.wait import eventually
 
 PATH = "/v1/completions"
 

@@ -14,11 +14,11 @@ from transformers import ByT5Tokenizer
 from rollout.outputs import FinishReason
 from rollout.sampling.params import SamplingParams
 from rollout.server.text.detokenizer import Detokenizer, StopMatcher, TextReader, Vocabulary
-from tests.support import text_lab
+from tests.support import tiny_tokenizers
 
-BYTE_LEVEL = Vocabulary(text_lab.byte_level())
-BYTE_FALLBACK = Vocabulary(text_lab.byte_fallback())
-WORD_PIECE = Vocabulary(text_lab.word_piece())
+BYTE_LEVEL = Vocabulary(tiny_tokenizers.byte_level())
+BYTE_FALLBACK = Vocabulary(tiny_tokenizers.byte_fallback())
+WORD_PIECE = Vocabulary(tiny_tokenizers.word_piece())
 BYT5 = Vocabulary(ByT5Tokenizer())
 
 TEXT = st.text(st.sampled_from("aé你😀 the\u200b\ufffd") | st.characters(codec="utf-8"), max_size=12)
@@ -108,15 +108,18 @@ def test_an_incomplete_character_comes_out_as_soon_as_it_cannot_be_completed(voc
 
 
 def test_special_tokens_do_not_tear_a_character() -> None:
-    (end,) = BYTE_LEVEL.tokenizer.convert_tokens_to_ids([text_lab.SPECIAL])
+    (end,) = BYTE_LEVEL.tokenizer.convert_tokens_to_ids([tiny_tokenizers.SPECIAL])
     first, *rest = "你".encode()
     assert read(BYTE_LEVEL, [first, end, *rest]) == "你"
-    assert read(BYTE_LEVEL, [first, end, *rest], skip_special_tokens=False) == f"\ufffd{text_lab.SPECIAL}\ufffd\ufffd"
+    assert (
+        read(BYTE_LEVEL, [first, end, *rest], skip_special_tokens=False)
+        == f"\ufffd{tiny_tokenizers.SPECIAL}\ufffd\ufffd"
+    )
 
 
 def test_spaces_between_special_tokens() -> None:
-    special = WORD_PIECE.tokenizer.convert_tokens_to_ids([text_lab.SPECIAL, text_lab.ADDED])
-    both = text_lab.SPECIAL, text_lab.ADDED
+    special = WORD_PIECE.tokenizer.convert_tokens_to_ids([tiny_tokenizers.SPECIAL, tiny_tokenizers.ADDED])
+    both = tiny_tokenizers.SPECIAL, tiny_tokenizers.ADDED
     assert read(WORD_PIECE, [3, *special, 4], skip_special_tokens=False) == "is {} {} it".format(*both)
     text = read(WORD_PIECE, [3, *special, 4], skip_special_tokens=False, spaces_between_special_tokens=False)
     assert text == "is {}{} it".format(*both)

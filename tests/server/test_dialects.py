@@ -25,10 +25,10 @@ from trl.experimental.async_grpo.async_rollout_worker import _AsyncRolloutLoop
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 from rollout.launch import serve
-from tests.support import tiny_models, trl_lab
+from tests.support import tiny_models, tiny_trl
 from tests.support.engine_utils import TOLERANCE, prompt, teacher_forced
 from tests.support.push_reference import single
-from tests.support.weights_lab import update_info
+from tests.support.weight_updates import update_info
 from tests.weights.test_call_orders import Trainer, parameters
 from trainer_bridge.client import RolloutClient
 
@@ -39,7 +39,7 @@ FLAGS += ["--served-model-name", "policy", "--logprobs-mode", "processed_logprob
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
     folder = tmp_path_factory.mktemp("server")
-    path = trl_lab.build(folder / "model")
+    path = tiny_trl.build(folder / "model")
     with serve(path, folder / "log", *FLAGS) as url, RolloutClient(url, timeout_s=60) as client:
         yield client
 
@@ -225,7 +225,7 @@ def test_skyrl_generates_and_controls(client: RolloutClient, model: PreTrainedMo
     expected = single(model, tokens["tokens"], choice["token_ids"])
     got = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]])
     torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
-    assert text["prompt"] == trl_lab.tokenizer().decode(choice["token_ids"])
+    assert text["prompt"] == tiny_trl.tokenizer().decode(choice["token_ids"])
     assert choice["finish_reason"] in ("stop", "length")
 
 

@@ -19,7 +19,7 @@ from rollout.cli.verify import verify
 from rollout.launch import serve
 from tests.support import tiny_models
 from tests.support.engine_utils import prompt
-from tests.support.exact_lab import (
+from tests.support.exact_rollouts import (
     Rollout,
     differing,
     exact_engine,

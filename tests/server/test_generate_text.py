@@ -13,8 +13,9 @@ import pytest
 
 from rollout.config import ServerConfig
 from rollout.fleet.client import run_engine
-from tests.support import fake_engine, text_lab, tiny_models
-from tests.support.server_harness import RunningServer, eventually, running_server
+from tests.support import fake_engine, tiny_models, tiny_tokenizers
+from tests.support.server_harness import RunningServer, running_server
+from tests.support.wait import eventually
 
 PATH = "/inference/v1/generate"
 EXAMPLES = json.loads((Path(__file__).parents[1] / "data" / "wire_examples.json").read_text())
@@ -26,7 +27,7 @@ A = [7, ord("a")]
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("bytes")
-    text_lab.byte_level().save_pretrained(folder)
+    tiny_tokenizers.byte_level().save_pretrained(folder)
     return str(folder)
 
 
@@ -200,11 +201,11 @@ def test_masks_and_spans_of_a_stopped_stream(client: httpx.Client) -> None:
 
 
 def test_special_tokens_are_skipped_unless_asked_for(client: httpx.Client) -> None:
-    end = text_lab.byte_level().get_vocab()[text_lab.SPECIAL]
+    end = tiny_tokenizers.byte_level().get_vocab()[tiny_tokenizers.SPECIAL]
     params = {"max_tokens": 2}
-    assert post(client, [7, end - 1], params, **TEXT)["choices"][0]["text"] == text_lab.ADDED
+    assert post(client, [7, end - 1], params, **TEXT)["choices"][0]["text"] == tiny_tokenizers.ADDED
     shown = post(client, [7, end - 1], {**params, "skip_special_tokens": False}, **TEXT)
-    assert shown["choices"][0]["text"] == text_lab.SPECIAL + text_lab.ADDED
+    assert shown["choices"][0]["text"] == tiny_tokenizers.SPECIAL + tiny_tokenizers.ADDED
 
 
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ PROMPT = [ord(char) for char in "once upon"]
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     folder = tiny_models.build("llama", tmp_path_factory.mktemp("real"))
-    text_lab.byte_level().save_pretrained(folder)
+    tiny_tokenizers.byte_level().save_pretrained(folder)
     config = ServerConfig(served_model_name="smol", enable_scale_out=True)
     options = {"num_gpu_blocks_override": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256}
     with running_server(config, model=str(folder), target=run_engine, **options) as running:

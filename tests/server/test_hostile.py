@@ -30,7 +30,8 @@ from rollout.server.text.tokenizer import BackgroundTokenizer
 from rollout.server.wire.errors import ApiError
 from tests.support import abuse, tiny_models
 from tests.support.engine_utils import TOLERANCE, engine, prompt, request, teacher_forced
-from tests.support.server_harness import RunningServer, eventually, running_server
+from tests.support.server_harness import RunningServer, running_server
+from tests.support.wait import eventually
 
 PATH = "/inference/v1/generate"
 MAX_LEN, MAX_SEQS, VOCAB = 128, 8, 256

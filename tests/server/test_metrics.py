@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollout.launch import serve
 from tests.support import tiny_models
 from tests.support.engine_utils import prompt
-from tests.support.weights_lab import eventually
+from tests.support.wait import eventually
 from trainer_bridge.client import Choice, RolloutClient, RolloutError
 from trainer_bridge.push.sender import WeightPushError, WeightSender
 
@@ -126,8 +126,7 @@ def test_requests_that_wait_are_counted(client: RolloutClient) -> None:
     events = client.stream(prompt(20), {"max_tokens": 2})
     reader = threading.Thread(target=lambda: list(events))
     reader.start()
-    with eventually() as until:
-        until(lambda: scrape(client)["vllm:num_requests_waiting",] == 1)
+    eventually(lambda: scrape(client)["vllm:num_requests_waiting",] == 1)
     client.resume()
     reader.join(20)
     assert scrape(client)["vllm:num_requests_waiting",] == 0

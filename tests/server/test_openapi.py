@@ -27,7 +27,8 @@ from rollout.fleet.client import run_engine
 from rollout.fleet.fleet import Fleet
 from rollout.server.app import create_app
 from tests.support import text_server, tiny_models
-from tests.support.server_harness import RunningServer, eventually, running_server
+from tests.support.server_harness import RunningServer, running_server
+from tests.support.wait import eventually
 
 FULL = {"enable_scale_out": True, "skip_tokenizer_init": True}
 DOCUMENT = create_app(Fleet(EngineConfig()), EngineConfig(), ServerConfig(**FULL)).openapi()

@@ -16,7 +16,7 @@ from rollout.launch import serve
 from tests.support import tiny_models
 from tests.support.engine_utils import TOLERANCE, prompt, teacher_forced
 from tests.support.push_reference import as_stamped, assert_moved
-from tests.support.weights_lab import eventually
+from tests.support.wait import eventually
 from trainer_bridge.client import Choice, Generation, RolloutClient, RolloutError, Span
 from trainer_bridge.push.sender import PushResult, WeightPushError, WeightSender
 
@@ -90,8 +90,7 @@ class Stream:
     def go_on(self, count: int = 10) -> None:
         """Wait until every choice has got `count` more tokens."""
         before = self.lengths
-        with eventually(30) as until:
-            until(lambda: self._reading.done() or all(map(ge, self.lengths, [old + count for old in before])))
+        eventually(lambda: self._reading.done() or all(map(ge, self.lengths, [old + count for old in before])), 30)
         assert not self._reading.done(), self._reading.exception()
 
     def result(self) -> list[Choice]:

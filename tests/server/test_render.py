@@ -22,7 +22,7 @@ from rollout.server.wire.render import (
     DerenderCompletionRequest,
     DerenderCompletionStreamRequest,
 )
-from tests.support import fake_engine, text_lab, text_server
+from tests.support import fake_engine, text_server, tiny_tokenizers
 from tests.support.text_server import events, ok, refusal
 
 GENERATE = "/inference/v1/generate"
@@ -189,7 +189,10 @@ def test_both_are_part_of_scale_out() -> None:
                 assert "--enable-scale-out" in message
 
 
-VOCABULARIES = [Vocabulary(make()) for make in (text_lab.byte_level, text_lab.byte_fallback, text_lab.word_piece)]
+VOCABULARIES = [
+    Vocabulary(make())
+    for make in (tiny_tokenizers.byte_level, tiny_tokenizers.byte_fallback, tiny_tokenizers.word_piece)
+]
 IDS = st.lists(st.one_of(st.integers(0, 280), st.sampled_from([*"aé你😀".encode()])), max_size=24)
 STOPS = st.sampled_from([[], ["ab"], ["a", "éa"], ["\ufffd"], ["你", "the"]])
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support import fake_engine, text_lab, text_server
+from tests.support import fake_engine, text_server, tiny_tokenizers
 from tests.support.text_server import ok, refusal
 
 TOKENIZER = text_server.tokenizer()
@@ -21,7 +21,9 @@ def client() -> Iterator[httpx.Client]:
         yield http
 
 
-@pytest.mark.parametrize("text", ["", "Hi there", "héllo 你好 😀", f"a{text_lab.SPECIAL}b{text_lab.ADDED}"])
+@pytest.mark.parametrize(
+    "text", ["", "Hi there", "héllo 你好 😀", f"a{tiny_tokenizers.SPECIAL}b{tiny_tokenizers.ADDED}"]
+)
 def test_text_to_ids_and_back(client: httpx.Client, text: str) -> None:
     answer = ok(client.post("/tokenize", json={"prompt": text, "return_token_strs": True}))
     ids = TOKENIZER.encode(text)
@@ -38,8 +40,10 @@ def test_special_tokens_are_added_unless_told_not_to(monkeypatch: pytest.MonkeyP
     from tokenizers.processors import TemplateProcessing
 
     made = text_server.tokenizer()
-    special = [(text_lab.SPECIAL, made.convert_tokens_to_ids(text_lab.SPECIAL))]
-    made.backend_tokenizer.post_processor = TemplateProcessing(single=f"{text_lab.SPECIAL} $A", special_tokens=special)
+    special = [(tiny_tokenizers.SPECIAL, made.convert_tokens_to_ids(tiny_tokenizers.SPECIAL))]
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{tiny_tokenizers.SPECIAL} $A", special_tokens=special
+    )
     monkeypatch.setattr(text_server, "tokenizer", lambda: made)
     with text_server.text_server() as server, httpx.Client(base_url=server.url, timeout=60) as client:
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from rollout.config import ServerConfig
-from tests.support import text_lab
+from tests.support import tiny_tokenizers
 from tests.support.server_harness import RunningServer, running_server
 
 # Says all that a template can be given, so that a test sees what arrived.
@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 
 def tokenizer() -> Any:
     """The tokenizer of these servers."""
-    made = text_lab.byte_level()
+    made = tiny_tokenizers.byte_level()
     made.chat_template = CHAT_TEMPLATE
     return made
 

@@ -27,7 +27,7 @@ from rollout.weights.transport.broadcast import _unpack
 from tests.support import tiny_models
 from tests.support.engine_utils import engine, ids, logprobs, prompt, request
 from tests.support.push_reference import as_stamped
-from tests.support.weights_lab import eventually
+from tests.support.wait import eventually
 
 Tensors = dict[str, torch.Tensor]
 Fault = str | None
@@ -350,8 +350,7 @@ class Machine:
             session.state = "prepared"
             return
         session.answer, session.state = answer, "committing"
-        with eventually() as until:
-            until(lambda: self.call("weight_info")["state"] == "ready")
+        eventually(lambda: self.call("weight_info")["state"] == "ready")
 
     def push(self, kind: str, in_place: bool, policy: str | None, verify: bool, fault: Fault) -> None:
         """The calls in their order, as far as the fault lets them come; in half of the cases in place, paused."""

@@ -38,7 +38,8 @@ from tests.support.engine_utils import (
 )
 from tests.support.push_reference import as_stamped
 from tests.support.server_harness import children, is_alive, running_server
-from tests.support.weights_lab import eventually, saved_tensors, sha256, update_info
+from tests.support.wait import eventually
+from tests.support.weight_updates import saved_tensors, sha256, update_info
 from trainer_bridge.client import RolloutClient
 from trainer_bridge.push.sender import WeightSender
 
@@ -256,8 +257,7 @@ def test_a_server_of_two_ranks(tmp_path: Path) -> None:
         assert choice.token_ids == expected.argmax(-1).tolist()
         torch.testing.assert_close(torch.tensor(choice.logprobs), expected.amax(-1), atol=TOLERANCE, rtol=0)
         os.kill(server.engine_pid, 9)
-        with eventually(20) as until:
-            until(lambda: not is_alive(follower))
+        eventually(lambda: not is_alive(follower), 20)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from rollout.launch import serve
 from tests.support import tiny_models
 from tests.support.engine_utils import TOLERANCE, prompt, teacher_forced
 from tests.support.push_reference import as_stamped
-from tests.support.weights_lab import sha256, update_info
+from tests.support.weight_updates import sha256, update_info
 from trainer_bridge.client import Choice, RolloutClient, RolloutError
 
 FLAGS = ["--tokens-only", "--dtype", "float32", "--device", "cpu", "--num-threads", "1"]

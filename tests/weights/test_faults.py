@@ -19,10 +19,10 @@ import torch
 
 from rollout.launch import serve
 from tests.engine.test_engine_restart import FLAGS, engine_of
-from tests.support.doomed_trainer import TIMEOUT_S, trainer, weights
 from tests.support.engine_utils import TOLERANCE, prompt, teacher_forced
 from tests.support.push_reference import single
-from tests.support.weights_lab import eventually
+from tests.support.stopping_trainer import TIMEOUT_S, trainer, weights
+from tests.support.wait import eventually
 from trainer_bridge.client import RolloutClient
 from trainer_bridge.push.sender import WeightPushError, WeightSender
 
@@ -91,8 +91,7 @@ class Server:
 
     def settle(self) -> dict[str, Any]:
         """Wait until no update is under way; /weight_info then."""
-        with eventually(TIMEOUT_S + 15) as until:
-            until(lambda: self.client.weight_info()["state"] not in ("open", "receiving", "ready"))
+        eventually(lambda: self.client.weight_info()["state"] not in ("open", "receiving", "ready"), TIMEOUT_S + 15)
         return self.client.weight_info()
 
     def push(self, **options: Any) -> None:
@@ -181,14 +180,12 @@ def test_a_trainer_killed_with_half_a_buffer_sent(server: Server) -> None:
     """The engine stands still while the buffer fills what the sockets hold; then the other half never comes."""
     engine = engine_of(server.path)
     with server.trainer("broadcast 0", packed=1) as (doomed, _):
-        with eventually() as until:
-            until(lambda: server.client.weight_info()["state"] == "receiving")
+        eventually(lambda: server.client.weight_info()["state"] == "receiving")
         server.check()  # by the time of its answer the engine's thread waits in the broadcast
         os.kill(engine, signal.SIGSTOP)
         try:
             doomed.go_on()
-            with eventually() as until:
-                until(lambda: received_and_unread(engine) > 100_000)
+            eventually(lambda: received_and_unread(engine) > 100_000)
             doomed.end()
         finally:
             os.kill(engine, signal.SIGCONT)
@@ -238,8 +235,7 @@ def test_a_second_trainer_is_refused_until_the_first_has_died(server: Server) ->
                 return False
             return True
 
-        with eventually(TIMEOUT_S + 15) as until:
-            until(accepted)
+        eventually(accepted, TIMEOUT_S + 15)
         server.check()
         server.push()
 

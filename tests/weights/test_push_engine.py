@@ -22,7 +22,7 @@ from rollout.server.text.spans import SpanBuilder
 from tests.support import tiny_models
 from tests.support.engine_utils import TOLERANCE, Outputs, engine, ids, logprobs, prompt, request, teacher_forced
 from tests.support.push_reference import as_stamped, assert_moved, single
-from tests.support.weights_lab import eventually
+from tests.support.wait import eventually
 
 POLICIES: tuple[KVPolicy, ...] = ("keep", "recompute")
 SEEDS = 3  # unrelated sets of weights of each model
@@ -111,8 +111,7 @@ class Run:
         self._call("start_weight_update", kv_policy=policy)
         self._call("update_weights", update_info={"path": str(self.weights.folders[seed])})
         finishing = self.engine.weights.call("finish_weight_update", {"weight_version": version})
-        with eventually() as until:
-            until(lambda: self.info()["state"] == "ready")
+        eventually(lambda: self.info()["state"] == "ready")
         assert not finishing.done()
         self.epochs.append(self.weights.models[seed])
 

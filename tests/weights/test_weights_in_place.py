@@ -8,12 +8,13 @@ from safetensors.torch import save_file
 
 from rollout.weights.errors import AbandonedError, WeightUpdateError
 from rollout.weights.parameters import WeightStore
-from tests.support.weights_lab import Server, eventually, fill, llama, same_weights, saved_tensors
+from tests.support.wait import eventually
+from tests.support.weight_updates import UpdaterServer, fill, llama, same_weights, saved_tensors
 
 
 @pytest.fixture
 def server():
-    with Server(llama(0)) as running:
+    with UpdaterServer(llama(0)) as running:
         running.call("init_weight_transfer_engine", init_info={"backend": "disk"})
         running.paused = True
         yield running
@@ -57,7 +58,7 @@ def test_a_whole_update_lands_in_the_live_tensors_and_holds_no_second_set(server
 
 
 def test_it_is_refused_unless_paused_by_server_setting_and_by_update(checkpoint):
-    with Server(llama(0), weight_staging="in_place") as server:
+    with UpdaterServer(llama(0), weight_staging="in_place") as server:
         server.call("init_weight_transfer_engine", init_info={"backend": "disk"})
         refused(409, r"/pause\?mode=keep", server.call, "start_weight_update")
         refused(409, r"/pause\?mode=keep", server.call, "update_weights", weight_dir=checkpoint["path"])
@@ -102,7 +103,7 @@ def test_a_failed_one_stays_invalid_until_a_whole_update_whatever_its_staging(se
 
 
 def test_a_server_that_allows_partial_updates_is_healed_only_by_a_whole_one(broken, tmp_path):
-    with Server(llama(0), allow_partial=True) as server:
+    with UpdaterServer(llama(0), allow_partial=True) as server:
         server.paused = True
         server.call("init_weight_transfer_engine", init_info={"backend": "disk"})
         server.call("start_weight_update", weight_staging="in_place")
@@ -157,13 +158,12 @@ def test_a_subset_in_place_keeps_the_rest():
 
 
 def test_a_stalled_trainer_leaves_it_invalid_and_the_next_one_heals(checkpoint):
-    with Server(llama(0), timeout_s=0.3) as server:
+    with UpdaterServer(llama(0), timeout_s=0.3) as server:
         server.paused = True
         server.call("init_weight_transfer_engine", init_info={"backend": "disk"})
         server.call("start_weight_update", weight_staging="in_place")
         server.call("update_weights", update_info=checkpoint)
-        with eventually() as until:
-            until(lambda: server.call("weight_info")["state"] == "aborted")
+        eventually(lambda: server.call("weight_info")["state"] == "aborted")
         assert weights(server) == "invalid"
         server.call("update_weights", weight_dir=checkpoint["path"])
         assert weights(server) == "valid"

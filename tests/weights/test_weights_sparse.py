@@ -11,9 +11,9 @@ from rollout.weights.errors import WeightUpdateError
 from rollout.weights.parameters import WeightStore
 from rollout.weights.staging import DTYPES
 from rollout.weights.transport.broadcast import _unpack
-from tests.support.weights_lab import (
-    Server,
-    eventually,
+from tests.support.wait import eventually
+from tests.support.weight_updates import (
+    UpdaterServer,
     fill,
     llama,
     qwen3_moe,
@@ -124,7 +124,7 @@ def test_a_tied_name_whose_changes_differ_is_refused():
 
 @pytest.fixture
 def server(tmp_path):
-    with Server(llama(0)) as running:
+    with UpdaterServer(llama(0)) as running:
         running.call("init_weight_transfer_engine", init_info={"backend": "disk"})
         running.tensors = saved_tensors(llama(1), tmp_path / "checkpoint")
         running.folder = {"path": str(tmp_path / "checkpoint")}
@@ -149,7 +149,7 @@ def test_changes_are_refused_on_any_other_base(server):
 def test_checksums_are_of_the_bytes_on_the_wire(tmp_path):
     trained = llama(1, dtype=torch.bfloat16)
     sums = {n: sha256(t) for n, t in saved_tensors(trained, tmp_path).items()}
-    with Server(llama(0)) as server:
+    with UpdaterServer(llama(0)) as server:
         server.call("init_weight_transfer_engine", init_info={"backend": "disk"})
         for right in (False, True):
             server.call("start_weight_update", verify=True)
@@ -219,13 +219,12 @@ def test_a_prepared_update_can_be_aborted_and_fails_its_checks_when_prepared(ser
 
 def test_a_prepared_update_that_nobody_finishes_is_given_up(tmp_path):
     saved_tensors(llama(1), tmp_path)
-    with Server(llama(0), timeout_s=0.3) as server:
+    with UpdaterServer(llama(0), timeout_s=0.3) as server:
         server.call("init_weight_transfer_engine", init_info={"backend": "disk"})
         server.call("start_weight_update")
         server.call("update_weights", update_info={"path": str(tmp_path)})
         server.call("finish_weight_update", prepare=True)
-        with eventually() as until:
-            until(lambda: server.call("weight_info")["state"] == "aborted")
+        eventually(lambda: server.call("weight_info")["state"] == "aborted")
         assert "(ready)" in server.call("weight_info")["last_error"]
         assert same_weights(server.model, llama(0))
 

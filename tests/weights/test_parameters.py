@@ -7,7 +7,7 @@ import torch
 
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.parameters import WeightStore
-from tests.support.weights_lab import MOE, fill, llama, mixtral, qwen3_moe, same_weights, saved_tensors, sha256
+from tests.support.weight_updates import MOE, fill, llama, mixtral, qwen3_moe, same_weights, saved_tensors, sha256
 
 
 def commit(store, tensors, *, partial=False, label=None):

@@ -23,7 +23,8 @@ from rollout.cli.main import main as cli
 from rollout.config import EngineConfig, ServerConfig
 from rollout.server import main
 from tests.support import fake_engine
-from tests.support.server_harness import RunningServer, children, eventually, is_alive, running_server
+from tests.support.server_harness import RunningServer, children, is_alive, running_server
+from tests.support.wait import eventually
 
 PATH = "/inference/v1/generate"
 EXAMPLES = json.loads((Path(__file__).parents[1] / "data" / "wire_examples.json").read_text())

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rollout.weights.bodies import InitInfo
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.transport.broadcast import _unique_id, unpickled_bytes
-from tests.support.weights_lab import Server, llama, same_weights, update_info
+from tests.support.weight_updates import UpdaterServer, llama, same_weights, update_info
 
 
 class PlainTrainer:
@@ -59,7 +59,7 @@ def packed(tensors, limit):
 
 @pytest.fixture
 def server():
-    with Server(llama(0), timeout_s=10.0) as running:
+    with UpdaterServer(llama(0), timeout_s=10.0) as running:
         yield running
 
 
@@ -89,7 +89,7 @@ def test_packed_buffers_of_any_size(server, limit, wire):
 
 
 def test_a_packed_buffer_of_mixed_dtypes_at_odd_offsets():
-    with Server(llama(0, vocab_size=97, hidden_size=33, num_attention_heads=3, num_key_value_heads=3)) as server:
+    with UpdaterServer(llama(0, vocab_size=97, hidden_size=33, num_attention_heads=3, num_key_value_heads=3)) as server:
         trained = llama(1, vocab_size=97, hidden_size=33, num_attention_heads=3, num_key_value_heads=3)
         tensors = {
             n: p.to(torch.bfloat16 if i % 2 == 0 else torch.float32)
@@ -223,7 +223,7 @@ def test_a_zombie_never_writes_into_the_next_updates_staging(server):
 
 
 def test_an_update_without_progress_is_taken_over_without_force():
-    with Server(llama(0), timeout_s=20.0, progress_s=0.1) as server:
+    with UpdaterServer(llama(0), timeout_s=20.0, progress_s=0.1) as server:
         PlainTrainer(server)
         server.call("start_weight_update")
         threading.Event().wait(0.2)

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.parameters import WeightStore
 from rollout.weights.updater import WeightUpdater
-from tests.support.weights_lab import Server, llama, mixtral, same_weights, saved_tensors, sha256
+from tests.support.weight_updates import UpdaterServer, llama, mixtral, same_weights, saved_tensors, sha256
 
 SIZES = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 
@@ -229,7 +229,7 @@ TestUpdateOrder = UpdateOrder.TestCase
 
 @pytest.fixture
 def server():
-    with Server(llama(0), info=lambda: {"logprobs_mode": "raw_logprobs"}) as running:
+    with UpdaterServer(llama(0), info=lambda: {"logprobs_mode": "raw_logprobs"}) as running:
         yield running
 
 
@@ -300,7 +300,7 @@ def test_the_policy_of_an_update_reaches_the_engine(server, tmp_path):
 
 
 def test_the_weight_checker_compares_by_checkpoint_name(tmp_path):
-    with Server(mixtral(0)) as server:
+    with UpdaterServer(mixtral(0)) as server:
         before = server.call("weight_checker", action="checksum")["checksums"]
         tensors = saved_tensors(mixtral(1), tmp_path)
         server.call("update_weights", weight_dir=str(tmp_path))

@@ -16,7 +16,7 @@ from tests.support import tiny_models
 from tests.support.engine_utils import TOLERANCE, prompt, teacher_forced
 from tests.support.push_reference import single
 from tests.support.server_harness import children
-from tests.support.weights_lab import eventually
+from tests.support.wait import eventually
 from trainer_bridge.client import Choice, RolloutClient
 from trainer_bridge.push.sources import ModuleSource
 
@@ -51,8 +51,7 @@ class FleetServer:
 
     def wait_whole(self, *killed: int) -> None:
         """Until all ranks serve again, and at one version."""
-        with eventually(RESTART_S) as until:
-            until(lambda: len(self.ranks()) == self.size and len(self._engines()) == self.size)
+        eventually(lambda: len(self.ranks()) == self.size and len(self._engines()) == self.size, RESTART_S)
         (found,) = {(r["epoch"], r["weight_version"], r["weights"]) for r in self.ranks()}
         assert found[2] == "valid"
         fresh = sorted(self._engines() - set(self.pids))

@@ -5,9 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -96,7 +93,7 @@ def update_info(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-class Server:
+class UpdaterServer:
     """An updater, the engine loop that commits for it, and the HTTP routes of the weight endpoints."""
 
     def __init__(self, model: PreTrainedModel, *, timeout_s: float = 20.0, **options: Any) -> None:
@@ -114,7 +111,7 @@ class Server:
         self._listener = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> UpdaterServer:
         self._engine.start()
         self._listener.start()
         return self
@@ -168,16 +165,3 @@ class Server:
                 self.wfile.write(data)
 
         return Handler
-
-
-@contextmanager
-def eventually(seconds: float = 10.0) -> Iterator[Any]:
-    """Yields `until(condition)`, which waits for it and fails the test after `seconds`."""
-
-    def until(condition: Any) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, "it did not happen in time"
-            time.sleep(0.005)
-
-    yield until

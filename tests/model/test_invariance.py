@@ -20,7 +20,7 @@ from rollout.kernels.attention.native_paged import NativeAttention
 from rollout.kernels.attention.torch_paged import TorchAttention
 from rollout.model.invariance import NotInvariantError
 from tests.support import tiny_models
-from tests.support.exact_lab import DTYPES, exact_engine
+from tests.support.exact_rollouts import DTYPES, exact_engine
 
 SLIGHT = {"float32": 1e-5, "bfloat16": 3e-4}
 """Too little for the load's own comparison with stock attention, enough to move bits."""
