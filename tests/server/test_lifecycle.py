@@ -19,7 +19,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from rollout.cli.main import main as cli
+from rollout.cli import main as cli
 from rollout.config import EngineConfig, ServerConfig
 from rollout.server import main
 from tests.support import fake_engine
