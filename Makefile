@@ -4,14 +4,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model test test-all lint demo clean
+.PHONY: help setup model test test-all lint constraints demo clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
 
 setup: $(STAMP)  ## make .venv and install everything into it (PYTHON=... names another Python >= 3.11)
 
-$(STAMP): pyproject.toml .ci/setup
+$(STAMP): pyproject.toml .ci/setup .ci/constraints.txt
 	.ci/setup $(VENV)
 	@touch $@
 
@@ -24,10 +24,15 @@ test: model  ## the test suite
 test-all: model  ## the long suites too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m ""
 
-lint: $(STAMP)  ## ruff and mypy
+lint: $(STAMP)  ## ruff, the import contracts, the line budgets and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/python .ci/lines.py
 	$(BIN)/mypy
+
+constraints: $(STAMP)  ## pin what is installed in .venv as the versions that CI installs
+	$(BIN)/python .ci/pin.py > .ci/constraints.txt
 
 demo: model  ## train a real language model by asynchronous GRPO against a live server; results in demo-output/
 	$(BIN)/rollout demo

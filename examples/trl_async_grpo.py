@@ -1,6 +1,6 @@
 """TRL's AsyncGRPOTrainer, as it comes from PyPI, against `rollout serve`, on a CPU.
 
-    pip install 'rollout[trl]'
+    pip install 'rollout-engine[trl]'
     python examples/trl_async_grpo.py --model path/to/model --max-steps 30 --output trl-output
 
 Teaches the demo's task: an answer of exactly ten words. Starts its own server; requests are in flight all the time, and

@@ -118,7 +118,7 @@ def progress(console: Console, **totals: int) -> Iterator[list[Callable[[], None
 
 
 @bench.command()
-def load(
+def load(  # noqa: PLR0913
     url: UrlOption = "http://127.0.0.1:8000",
     against: AgainstOption = None,
     loads: LoadsOption = None,

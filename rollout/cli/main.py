@@ -58,7 +58,7 @@ def serve(**values: Any) -> None:
             from rollout.server.ray import serve as run
         except ImportError as error:
             raise typer.BadParameter(
-                f"{error}: pip install 'rollout[ray]'", param_hint="--data-parallel-backend"
+                f"{error}: pip install 'rollout-engine[ray]'", param_hint="--data-parallel-backend"
             ) from None
     else:
         from rollout.server.main import serve as run

@@ -162,7 +162,7 @@ class FakeFlash:
     def __init__(self) -> None:
         self.varlen_calls = self.kvcache_calls = 0
 
-    def flash_attn_varlen_func(
+    def flash_attn_varlen_func(  # noqa: PLR0913
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
         max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
         window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: None = None,
@@ -176,7 +176,7 @@ class FakeFlash:
             self._each(queries, k, v, cu_seqlens_k.diff(), block_table, softmax_scale, window_size, softcap)
         )
 
-    def flash_attn_with_kvcache(
+    def flash_attn_with_kvcache(  # noqa: PLR0913
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: None = None, v: None = None, rotary_cos: None = None,
         rotary_sin: None = None, cache_seqlens: Tensor | None = None, cache_batch_idx: None = None,
         cache_leftpad: None = None, block_table: Tensor | None = None, softmax_scale: float | None = None,

@@ -38,7 +38,7 @@ def replace_cuda_functions() -> None:
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=varlen_attention)  # type: ignore[assignment]
 
 
-def varlen_attention(
+def varlen_attention(  # noqa: PLR0913
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -118,7 +118,7 @@ def _kept(logits_to_keep: int | Tensor, length: int, device: torch.device) -> Te
     return torch.arange(length - logits_to_keep if logits_to_keep else 0, length, device=device)
 
 
-def attention_forward(
+def attention_forward(  # noqa: PLR0913
     module: nn.Module,
     query: Tensor,
     key: Tensor,

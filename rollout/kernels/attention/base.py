@@ -133,7 +133,7 @@ def current_backend() -> AttentionBackend | None:
     return _serving.get(None)
 
 
-def attention_forward(
+def attention_forward(  # noqa: PLR0913
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -85,7 +85,7 @@ def _store_output(out, mask, peak, total, output, sinks, heads, head_mask):
 
 
 @triton.jit
-def _attend_split(
+def _attend_split(  # noqa: PLR0913
     query,
     positions,
     keys,
@@ -147,7 +147,7 @@ def _attend_split(
 
 
 @triton.jit(do_not_specialize=["num_seqs", "max_splits"])
-def _attend(
+def _attend(  # noqa: PLR0913
     out,  # (tokens, heads, value_dim)
     partials,  # (seqs, heads, max_splits, VALUE_WIDTH) float32; None: merge the splits here
     stats,  # (seqs, heads, max_splits, 2) float32: peaks and totals
@@ -266,7 +266,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["max_splits"])
-def _merge_splits(
+def _merge_splits(  # noqa: PLR0913
     out,
     partials,
     stats,
@@ -309,7 +309,7 @@ def _merge_splits(
     _store_output(out + target + column[None, :], mask, peak, total, output, sinks, heads, held)
 
 
-def paged_attention(
+def paged_attention(  # noqa: PLR0913
     query: Tensor,
     keys: Tensor,
     values: Tensor,
