@@ -97,14 +97,15 @@ def load(client: RolloutClient, path: str, dtype: str | None) -> PreTrainedModel
     import transformers
     from transformers import AutoModelForCausalLM
 
-    from rollout.weights.parameters import WeightStore
+    from rollout.model.parameters import ModelParameters
+    from rollout.weights.store import WeightStore
     from trainer_bridge.score import exact
 
     if dtype not in ("float32", "bfloat16", "float16"):
         raise VerifyError(f"the server states the dtype {dtype!r}: name it with --dtype")
     transformers.utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval().requires_grad_(False)
-    baseline = WeightStore(model).checksums()
+    baseline = WeightStore(ModelParameters(model)).checksums()
     compared = client.post("/weight_checker", {"action": "compare", "baseline": baseline})
     if not compared["match"]:
         names = compared["mismatches"]

@@ -22,8 +22,8 @@ from rollout.messages import AbortRequests, AddRequest, EngineState
 from rollout.model.runner import ModelRunner
 from rollout.outputs import FinishReason, TokenLogprob, TokenOutput
 from rollout.sampling.sampler import SampledToken, Sampler, SamplingRow
-from rollout.weights.parameters import WeightStore
 from rollout.weights.snapshot import SnapshotKeeper, resume
+from rollout.weights.store import WeightStore
 from rollout.weights.updater import WeightUpdater
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Engine:
         self.commit_seconds: float | None = None
         self.paused = False
         self.store = WeightStore(
-            self.runner.model,
+            self.runner.parameters,
             allow_partial=config.allow_partial_updates,
             weight_staging=config.weight_staging,
             prepare=self.runner.packed.pack,

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from rollout.kernels.attention.base import current_backend
 from rollout.kernels.attention.native_paged import NativeAttention
 from rollout.kernels.native import SUFFIXES, address, is_fast, library
 from rollout.kernels.products import PackedWeight, serves_linear
+from rollout.model.parameters import ModelParameters, ParameterSet
 
 TRIED = (1, 5, 64)
 """Numbers of rows that a replacement is tried on."""
@@ -29,50 +29,53 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 
 
 class PackedWeights:
-    """The packed weights of a model's linear layers, for each set of parameters that may serve.
+    """The packed weights of a model's linear layers; each set of parameters has its own (`ParameterSet.packed`).
 
-    Layers with one input are one product. A product finds its weight by the address of its first parameter, so that a
-    flip to another set of parameters needs no work here, as long as that set went through `pack` before.
+    Layers with one input are one product, and a product finds its weight in the set that is live: a commit needs no
+    work here, as long as the set that it brings went through `pack` before.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._packed: dict[int, PackedWeight] = {}
+    def __init__(self, parameters: ModelParameters) -> None:
+        model = parameters.model
+        self._parameters = parameters
         self._products: list[list[nn.Linear]] = []
         self._names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}  # a tied one's first name
         head = model.get_output_embeddings()
-        if serves_linear(head):
-            self._products.append([head])
-            head.forward = lambda x: self._of(head).multiply(x, torch.float32)
         taken: set[Any] = {head}
+        if serves_linear(head):
+            packed = self._add([head])
+            head.forward = lambda x: packed().multiply(x, torch.float32)
         for module in model.modules():
             groups: list[list[Any]] = [[getattr(module, name, None) for name in names] for names in JOINED]
             for layers in [*groups, [module]]:
                 if all(serves_linear(layer) for layer in layers) and taken.isdisjoint(layers):
                     taken.update(layers)
                     self._join(layers)
-        self.pack({name: parameter.data for parameter, name in self._names.items()})
+        self.pack(parameters.live)
 
-    def pack(self, weights: Mapping[str, Tensor]) -> None:
-        """Pack a whole set of parameters, by module name. On any thread, while the model computes with another."""
-        live = {layers[0].weight.data_ptr() for layers in self._products}
-        fresh = {}
+    def pack(self, parameters: ParameterSet) -> None:
+        """Pack a whole set of parameters, on any thread, while the model computes with another."""
+        packed = []
         for layers in self._products:
-            tensors = [weights[self._names[layer.weight]] for layer in layers]
-            biases = [weights[self._names[layer.bias]] for layer in layers if layer.bias is not None]
-            fresh[tensors[0].data_ptr()] = PackedWeight.of(tensors, biases)
-        self._packed = {at: packed for at, packed in self._packed.items() if at in live} | fresh
+            tensors = [parameters.tensors[self._names[layer.weight]] for layer in layers]
+            biases = [parameters.tensors[self._names[layer.bias]] for layer in layers if layer.bias is not None]
+            packed.append(PackedWeight.of(tensors, biases))
+        parameters.packed = packed
 
-    def _of(self, layer: nn.Linear) -> PackedWeight:
-        return self._packed[layer.weight.data_ptr()]
+    def _add(self, layers: list[nn.Linear]) -> Callable[[], PackedWeight]:
+        """Enter a product; returns what finds its weight."""
+        number = len(self._products)
+        self._products.append(layers)
+        return lambda: self._parameters.live.packed[number]
 
     def _join(self, layers: list[nn.Linear]) -> None:
         """Compute all layers when the first one is called; the others hand out their share."""
-        self._products.append(layers)
+        packed = self._add(layers)
         widths = [layer.out_features for layer in layers]
         shares: list[Tensor] = []
 
         def first(x: Tensor) -> Tensor:
-            y = self._of(layers[0]).multiply(x)
+            y = packed().multiply(x)
             if len(widths) > 1:
                 shares[:] = torch.split_with_sizes(y, widths, -1)
                 y = shares[0]

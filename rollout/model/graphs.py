@@ -1,8 +1,8 @@
 """CUDA graphs for decode: a step in which every sequence computes one token replays as one launch.
 
 A graph bakes in shapes and addresses. Shapes: batches are padded to the next of a few sizes. Addresses: inputs, the
-attention plan and the logits live in fixed buffers; the parameters, of which live updates alternate between two sets,
-are part of a graph's key. Graphs are captured when first needed.
+attention plan and the logits live in fixed buffers, and a set of parameters keeps the graphs that read it
+(`ParameterSet.graphs`). Graphs are captured when first needed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def pad_decodes(batch: RaggedBatch, size: int) -> RaggedBatch:
 class DecodeGraphs:
     """Runs decode-only batches of up to `max_num_seqs` sequences by replaying graphs of `forward`.
 
-    `forward` must reach `backend` and read the parameters by fixed addresses, one set of them for each `param_set`.
+    `forward` must reach `backend`.
     `capture` turns work into a graph: CudaGraphs(device), or a fake.
     """
 
@@ -83,7 +83,6 @@ class DecodeGraphs:
     ) -> None:
         self._forward, self._backend, self._capture = forward, backend, capture
         self._sizes = bucket_sizes(max_num_seqs)
-        self._graphs: dict[tuple[int, int], Graph] = {}
         device = backend.device
         self._input_ids = torch.zeros(1, max_num_seqs, dtype=torch.int64, device=device)
         self._positions = torch.zeros(1, max_num_seqs, dtype=torch.int64, device=device)
@@ -92,12 +91,11 @@ class DecodeGraphs:
         self.replays = 0
         self.refused = False
 
-    def run(self, param_set: int, input_ids: Tensor, positions: Tensor, batch: RaggedBatch) -> Tensor | None:
+    def run(self, graphs: dict[int, Graph], input_ids: Tensor, positions: Tensor, batch: RaggedBatch) -> Tensor | None:
         """Logits (rows, vocab) of a decode-only batch, valid until the next call; None: prepare and run it eagerly.
 
-        input_ids, positions (rows,) int64, on any device. `param_set` names the parameter tensors in use (0 or 1, say;
-        not the epoch: every new value captures its own graphs). A model that can't be captured is reported once, and
-        never tried again.
+        input_ids, positions (rows,) int64, on any device. `graphs`, by batch size, are those of the parameters in use;
+        what is missing is captured. A model that can't be captured is reported once, and never tried again.
         """
         rows = batch.num_seqs
         if self.refused or rows > self._sizes[-1] or batch.num_tokens != rows:
@@ -107,13 +105,13 @@ class DecodeGraphs:
         self._input_ids[0, :rows].copy_(input_ids, non_blocking=True)
         self._positions[0, :rows].copy_(positions, non_blocking=True)
         self._backend.prepare(pad_decodes(batch, size))
-        if (param_set, size) not in self._graphs and not self._record(param_set, size):
+        if size not in graphs and not self._record(graphs, size):
             return None
-        self._graphs[param_set, size].replay()
+        graphs[size].replay()
         self.replays += 1
         return self._logits[:rows]
 
-    def _record(self, param_set: int, size: int) -> bool:
+    def _record(self, graphs: dict[int, Graph], size: int) -> bool:
         def work() -> None:
             logits = self._forward(self._input_ids[:, :size], self._positions[:, :size], self._head_rows[:size])
             if not self._logits.numel():  # one buffer for all graphs, outside their pool: made before any is captured
@@ -121,7 +119,7 @@ class DecodeGraphs:
             self._logits[:size].copy_(logits)
 
         try:
-            self._graphs[param_set, size] = self._capture(work)
+            graphs[size] = self._capture(work)
         except RuntimeError as error:
             logger.warning("this model can't be captured as a CUDA graph, decoding without graphs: %s", error)
             self.refused = True

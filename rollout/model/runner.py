@@ -17,6 +17,7 @@ from rollout.model.fused import PackedWeights, fuse_gates, fuse_norms, fuse_rota
 from rollout.model.graphs import CudaGraphs, DecodeGraphs
 from rollout.model.invariance import prove_batch_invariance
 from rollout.model.loader import load_model, plug_in_attention
+from rollout.model.parameters import ModelParameters
 from rollout.model.routed_experts import RoutedExperts
 
 CPU_CACHE_BYTES = 4 << 30
@@ -39,7 +40,8 @@ class ModelRunner:
         self.device, self.dtype = self.model.device, self.model.dtype
         fuse_norms(self.model)
         fuse_rotary(self.model)
-        self.packed = PackedWeights(self.model)
+        self.parameters = ModelParameters(self.model)
+        self.packed = PackedWeights(self.parameters)
         fuse_gates(self.model)
         if config.batch_invariant:
             prove_batch_invariance(self.model, lambda blocks: self._backend(shapes, blocks), config.block_size)
@@ -150,8 +152,8 @@ class ModelRunner:
     def _compute(self, token_ids: list[int], batch: RaggedBatch, head_rows: list[int]) -> Tensor:
         positions, rows = batch.positions(), len(head_rows)
         if self.graphs is not None and head_rows == list(range(batch.num_tokens)):
-            memory = next(self.model.parameters()).data_ptr()  # a graph reads the set of parameters it was captured on
-            logits = self.graphs.run(memory, torch.tensor(token_ids), torch.tensor(positions), batch)
+            graphs = self.parameters.live.graphs
+            logits = self.graphs.run(graphs, torch.tensor(token_ids), torch.tensor(positions), batch)
             if logits is not None:
                 return logits
         self.backend.prepare(batch)

@@ -36,7 +36,7 @@ from rollout.tensor_parallel.commands import (
     WeightCall,
 )
 from rollout.weights.errors import as_update_error
-from rollout.weights.parameters import WeightStore
+from rollout.weights.store import WeightStore
 from rollout.weights.updater import WeightUpdater
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,10 @@ class Follower:
         mesh = group.join(config, store, order.rank)
         self.runner = ModelRunner(config)
         self.store = WeightStore(
-            self.runner.model, allow_partial=config.allow_partial_updates, prepare=self.runner.packed.pack, mesh=mesh
+            self.runner.parameters,
+            allow_partial=config.allow_partial_updates,
+            prepare=self.runner.packed.pack,
+            mesh=mesh,
         )
         self.weights = WeightUpdater(self.store, timeout_s=config.weight_update_timeout_s, device=self.runner.device)
 
@@ -76,7 +79,7 @@ class Follower:
                 self._gather(call_id)
             case CommitWeights():
                 self.weights.call("finish_weight_update", {})
-                if self.weights.commit_if_ready() is None:
+                if self.weights.commit_if_ready(timeout_s=group.COLLECTIVE_TIMEOUT_S) is None:
                     raise RuntimeError("the leader has committed weights that are not prepared here")
 
     def _gather(self, call_id: int) -> None:

@@ -12,8 +12,8 @@ from rollout.tensor_parallel.commands import CommitWeights, GatherWeights, Weigh
 from rollout.tensor_parallel.team import Team
 from rollout.weights.bodies import InitBody, parse
 from rollout.weights.errors import WeightUpdateError
-from rollout.weights.parameters import WeightStore
 from rollout.weights.receiver import Answer
+from rollout.weights.store import WeightStore
 from rollout.weights.updater import Commit, WeightUpdater
 
 _LEADERS_OWN = ("weight_info", "update_weight_version")
@@ -60,10 +60,10 @@ class TeamUpdater(WeightUpdater):
         yield
         self._gathers = self._team.ask(lambda rank, call_id: GatherWeights(call_id))
 
-    def commit_if_ready(self) -> Commit | None:
+    def commit_if_ready(self, *, timeout_s: float = 0.0) -> Commit | None:
         """As `WeightUpdater.commit_if_ready`, for all ranks. Raises FollowerLostError."""
         self._team.check()
-        commit = super().commit_if_ready()
+        commit = super().commit_if_ready(timeout_s=timeout_s)
         if commit is not None:
             self._team.tell(CommitWeights())
         return commit

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from rollout.model.parameters import ModelParameters
 from rollout.weights.shares import Share
 
 Style = Literal["module", "checkpoint"]
@@ -45,28 +46,18 @@ class Target:
 
 
 class NameMap:
-    """Every wire name of a model. `slots`: its distinct parameters and persistent floating buffers, by first name.
+    """Every wire name of a model, as regions (`targets`) of its parameters and persistent floating buffers.
 
-    Of a parameter that is sharded, the slot is what this rank holds, and `shares` says how it is cut; the targets are
-    regions of the whole one.
+    Of a parameter that is sharded, `shares` says how it is cut; the targets are regions of the whole one. What is in
+    `optional` an update may leave out.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.slots: dict[str, torch.Tensor] = {}
-        self.shares: dict[str, Share] = {}
-        self.optional: set[str] = set()
-        first: dict[str, str] = {}
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        by_identity: dict[int, str] = {}
-        for name, tensor in (parameters | _persistent_buffers(model)).items():
-            first[name] = by_identity.setdefault(id(tensor), name)
-            if first[name] == name:
-                self.slots[name] = tensor
-                if hasattr(tensor, "_local_tensor"):
-                    self.shares[name] = Share(name, tensor)
-                    self.slots[name] = tensor._local_tensor
-                if name not in parameters:
-                    self.optional.add(name)
+    def __init__(self, parameters: ModelParameters) -> None:
+        first = parameters.first
+        self.slots = parameters.slots
+        self.optional = parameters.buffers
+        self.shares = {name: Share(name, tensor) for name, tensor in parameters.sharded.items()}
+        model = parameters.model
         served, self.unserved = _checkpoint_views(model, {name: self.shape(slot) for name, slot in first.items()})
         sliced = {module_name for module_name, _ in served.values()}
         self.targets: dict[str, Target] = {}
@@ -90,11 +81,6 @@ class NameMap:
     def required(self, style: Style) -> list[Target]:
         """The targets that a whole set of weights consists of in this style; they tile every slot."""
         return [t for t in self.targets.values() if t.style in (None, style) and not t.alias]
-
-
-def _persistent_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    stored = model.state_dict().keys()
-    return {n: b for n, b in model.named_buffers() if n in stored and b.is_floating_point()}
 
 
 class _KeepViews(TorchFunctionMode):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rollout.weights.parameters import WeightStore
+from rollout.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any
 from rollout.weights.bodies import Announcement, StartBody
 from rollout.weights.errors import AbandonedError, WeightUpdateError
 from rollout.weights.link import Link
-from rollout.weights.parameters import WeightStore
 from rollout.weights.staging import Staging
+from rollout.weights.store import WeightStore
 
 Answer = Future[dict[str, Any]]
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from rollout.weights.bodies import Announcement
 from rollout.weights.errors import WeightUpdateError
-from rollout.weights.parameters import WeightStore
+from rollout.weights.store import WeightStore
 from rollout.weights.transport.disk import DiskTransport
 
 logger = logging.getLogger(__name__)

@@ -7,16 +7,13 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from rollout.model.parameters import ParameterSet
 from rollout.weights.errors import AbandonedError, WeightUpdateError, listing
-from rollout.weights.naming import Style, Target
-
-if TYPE_CHECKING:
-    from rollout.weights.parameters import WeightStore
-    from rollout.weights.shares import Share
+from rollout.weights.naming import NameMap, Style, Target
+from rollout.weights.shares import Share
 
 DTYPES = {
     str(d).removeprefix("torch."): d
@@ -47,19 +44,30 @@ class Incoming:
 
 
 class Staging:
-    """The buffers of one update, and what has been received into them.
+    """The set of parameters that one update fills (`into`), and what has been received of it.
 
-    `heals`: the live weights were invalid when it began. `written`: something has come into the buffers.
+    `live` is the set that serves meanwhile, which a partial or sparse update starts from; `prepare` is called with a
+    set that is whole. `heals`: the live weights were invalid when it began. `written`: something has come into the
+    buffers. `allow_partial`: what is missing is taken from the live set, whether the update says so or not.
     """
 
     def __init__(
-        self, store: WeightStore, buffers: dict[str, torch.Tensor], *, in_place: bool, verify: bool, heals: bool
+        self,
+        names: NameMap,
+        into: ParameterSet,
+        live: ParameterSet,
+        prepare: Callable[[ParameterSet], None],
+        *,
+        in_place: bool,
+        verify: bool,
+        heals: bool,
+        allow_partial: bool,
     ) -> None:
-        self.buffers = buffers
+        self.into, self._live = into, live
         self.in_place, self.heals = in_place, heals
         self.written = False
-        self._store = store
-        self._names = store.names
+        self._names = names
+        self._prepare, self._allow_partial = prepare, allow_partial
         self._filled: set[str] = set()
         self._aliases: dict[str, str] = {}
         self._styles: dict[Style, str] = {}
@@ -128,7 +136,7 @@ class Staging:
 
     def _holds(self, target: Target, wire: torch.dtype) -> bool:
         """Whether the parameter's dtype keeps every value of the wire's."""
-        own = self.buffers[target.slot].dtype
+        own = self.into.tensors[target.slot].dtype
         return wire == own or torch.finfo(wire).bits < torch.finfo(own).bits
 
     def direct(self, item: Incoming) -> torch.Tensor | None:
@@ -138,13 +146,13 @@ class Staging:
         """
         if item.target.alias or self.in_place or item.target.slot in self._names.shares:
             return None
-        view = item.target.view(self.buffers[item.target.slot])
+        view = item.target.view(self.into.tensors[item.target.slot])
         return view if view.dtype == item.dtype and view.is_contiguous() else None
 
     def place(self, item: Incoming, received: torch.Tensor) -> None:
         """Take a received tensor (wire dtype, the target's shape); a no-op copy where it is the `direct` region."""
         target = item.target
-        buffer = self.buffers[target.slot]
+        buffer = self.into.tensors[target.slot]
         share = self._names.shares.get(target.slot)
         if self._sums is not None:
             self._sums[target.name] = digest(received)
@@ -158,7 +166,7 @@ class Staging:
 
     def _place_share(self, target: Target, share: Share, received: torch.Tensor) -> None:
         """Keep what this rank holds of a sharded parameter, once all regions of it have come."""
-        buffer = self.buffers[target.slot]
+        buffer = self.into.tensors[target.slot]
         whole, due = received, 0
         if not share.is_whole(target.size, target.stride):
             fresh = torch.empty(share.shape, dtype=buffer.dtype, device=buffer.device), share.shape.numel()
@@ -182,8 +190,8 @@ class Staging:
             positions[0] >= 0 and positions[-1] < size and bool((positions[1:] > positions[:-1]).all())
         ):
             raise WeightUpdateError(400, f"{target.name}: the changed indices must ascend within [0, {size})")
-        live = target.view(self._store.names.slots[target.slot].data)
-        staged = torch.empty_like(live) if target.alias else target.view(self.buffers[target.slot])
+        live = target.view(self._live.tensors[target.slot])
+        staged = torch.empty_like(live) if target.alias else target.view(self.into.tensors[target.slot])
 
         def change() -> None:
             if target.alias or not self.in_place:
@@ -213,22 +221,22 @@ class Staging:
         self._compare(checksums)
         style: Style = next(iter(self._styles), "module")
         required = self._names.required(style)
-        self._complete(required, partial or self._store.allow_partial, progress)
+        self._complete(required, partial or self._allow_partial, progress)
         infinite = []
         for target in self._apart(required):
-            if target.name in self._filled and not _finite(self._region(target, self.buffers)):
+            if target.name in self._filled and not _finite(self._region(target, self.into.tensors)):
                 infinite.append(target.name)
             progress()
         if infinite:
             raise WeightUpdateError(400, f"not every value is finite (in the server's dtype) in: {listing(infinite)}")
         for name, alias_digest in self._aliases.items():
             slot = self._names.targets[name].slot
-            if digest(self.buffers[slot]) != alias_digest:
+            if digest(self.into.tensors[slot]) != alias_digest:
                 raise WeightUpdateError(
                     400, f"{name} is tied to {slot} in this model, but other values came for it; untie neither or both"
                 )
             progress()
-        self._store.prepare(self.buffers)
+        self._prepare(self.into)
 
     def _compare(self, checksums: dict[str, str] | None) -> None:
         received, sent = self._sums or {}, checksums or {}
@@ -258,10 +266,9 @@ class Staging:
                 f"{listing(sorted(self._wholes))}",
             )
         if missing and not self.in_place:
-            with self._store.snapshot() as live:
-                for target in self._apart(missing):
-                    self._region(target, self.buffers).copy_(self._region(target, live))
-                    progress()
+            for target in self._apart(missing):
+                self._region(target, self.into.tensors).copy_(self._region(target, self._live.tensors))
+                progress()
 
     def _apart(self, targets: list[Target]) -> Iterator[Target]:
         """The targets; only the first of those that share a sharded parameter, which `_region` takes as one."""

@@ -35,9 +35,9 @@ from rollout.weights.bodies import (
 from rollout.weights.connection import Connection
 from rollout.weights.errors import AbandonedError, WeightUpdateError, as_update_error
 from rollout.weights.link import Link, on_device
-from rollout.weights.parameters import WeightStore
 from rollout.weights.receiver import Answer, Update
 from rollout.weights.staging import Staging
+from rollout.weights.store import WeightStore
 from rollout.weights.transport.disk import DiskTransport
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,7 @@ class WeightUpdater:
         stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._on_device = partial(on_device, self._device, stream)
         self._wake, self._info, self._paused = wake, info, paused
+        store.on_unread = wake
         self._lock = threading.RLock()
         self._connection = Connection(timeout_s, self._device, self._on_device, self._expire, self._lock)
         self._session: Update | None = None
@@ -118,16 +119,21 @@ class WeightUpdater:
             answer.set_exception(as_update_error(error))
         return answer
 
-    def commit_if_ready(self) -> Commit | None:
-        """Flip to the received weights if a checked set waits. For the engine's thread, between two steps."""
+    def commit_if_ready(self, *, timeout_s: float = 0.0) -> Commit | None:
+        """Commit the received weights if a checked set waits. For the engine's thread, between two steps.
+
+        Where that overwrites weights that are being read, it waits for the readers: until a later call, or so long.
+        """
         if self._ready is None:
             return None
         with self._lock:
             session = self._ready
             if session is None or session.staging is None:
                 return None
+            if not timeout_s and not self._store.can_commit(session.staging):
+                return None
+            self._store.commit(session.staging, session.label, timeout_s=timeout_s)
             self._ready = self._session = None
-            self._store.commit(session.staging, session.label)
             self._state = "committed"
             self._record(session, None)
             self._retire(session)

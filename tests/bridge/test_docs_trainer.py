@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from rollout.launch import serve
+from rollout.model.parameters import ModelParameters
 from rollout.weights.bodies import Announcement, CheckerBody, FinishBody, InitInfo, StartBody, UpdateBody, VersionBody
-from rollout.weights.parameters import WeightStore
+from rollout.weights.store import WeightStore
 from rollout.weights.updater import WeightUpdater
 from tests.support import tiny_models
 from tests.support.engine_utils import TOLERANCE, prompt, teacher_forced
@@ -68,7 +69,7 @@ def test_every_call_and_field_is_documented() -> None:
     words = set(re.findall(r"`/?(\w+)`", TEXT)) | set(re.findall(r'"(\w+)":', TEXT))
     for kind in (InitInfo, StartBody, Announcement, FinishBody, UpdateBody, VersionBody, CheckerBody):
         assert {field.name for field in msgspec.structs.fields(kind)} <= words, kind
-    updater = WeightUpdater(WeightStore(llama(0)))
+    updater = WeightUpdater(WeightStore(ModelParameters(llama(0))))
     assert updater.methods <= words
     assert updater.call("weight_info", {}).result().keys() <= words
 

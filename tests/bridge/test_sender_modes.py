@@ -301,7 +301,7 @@ def test_one_server_that_refuses_keeps_all_from_committing(servers, backend, tmp
 
         def failing(staging, **options):
             check(staging, **options)
-            if staging._store is servers[1].store:
+            if staging._live is servers[1].store.parameters.live:
                 raise ArithmeticError("a cosmic ray")
 
         monkeypatch.setattr(Staging, "check", failing)

@@ -20,9 +20,10 @@ from rollout.fleet.link import processes
 from rollout.fleet.stream import RequestStream
 from rollout.launch import serve
 from rollout.messages import AddRequest
+from rollout.model.parameters import ModelParameters
 from rollout.sampling.params import SamplingParams
-from rollout.weights.parameters import WeightStore
 from rollout.weights.snapshot import SnapshotKeeper, resume
+from rollout.weights.store import WeightStore
 from tests.support import crashing_engine, tiny_models
 from tests.support.engine_utils import TOLERANCE, prompt, teacher_forced
 from tests.support.push_reference import single
@@ -223,7 +224,7 @@ def test_what_a_successor_is_told_and_how_many_there_are(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("make", [llama, mixtral, lambda seed: llama(seed, tied=True, dtype=torch.bfloat16)])
 def test_a_snapshot_is_bit_exact_and_only_the_newest_is_kept(make, tmp_path):
-    store = WeightStore(make(0))
+    store = WeightStore(ModelParameters(make(0)))
     keeper = SnapshotKeeper(store, str(tmp_path))
     for epoch in (1, 2):
         staging = fill(store, {n: p.detach().clone() for n, p in make(epoch).named_parameters()})
@@ -233,7 +234,7 @@ def test_a_snapshot_is_bit_exact_and_only_the_newest_is_kept(make, tmp_path):
         eventually(lambda e=epoch: [p.name for p in tmp_path.iterdir()] == [f"epoch-00000000{e}"])
     for known, served, label in ((1, 2, "v2"), (2, 2, "told"), (5, 6, "v2")):
         model = make(7)
-        successor = WeightStore(model)
+        successor = WeightStore(ModelParameters(model))
         outcome = resume(successor, str(tmp_path), known, "told")
         assert (successor.epoch, successor.label, successor.valid) == (served, label, True), outcome
         assert same_weights(model, make(2))
@@ -242,7 +243,7 @@ def test_a_snapshot_is_bit_exact_and_only_the_newest_is_kept(make, tmp_path):
 
 @pytest.mark.parametrize("damage", ["cut", "other model", "gone", "not whole"])
 def test_a_snapshot_that_can_not_be_used_is_no_weights(damage, tmp_path):
-    store = WeightStore(llama(1))
+    store = WeightStore(ModelParameters(llama(1)))
     store.epoch = 1
     SnapshotKeeper(store, str(tmp_path)).request()
     eventually(lambda: (tmp_path / "epoch-000000001").exists())
@@ -253,12 +254,12 @@ def test_a_snapshot_that_can_not_be_used_is_no_weights(damage, tmp_path):
         file.unlink()
     elif damage == "not whole":
         (file.parent / "snapshot.json").unlink()
-    successor = WeightStore(llama(0, vocab_size=97) if damage == "other model" else llama(0))
+    successor = WeightStore(ModelParameters(llama(0, vocab_size=97) if damage == "other model" else llama(0)))
     assert "push the weights" in resume(successor, str(tmp_path), 1, "v1")
     assert (successor.epoch, successor.label, successor.valid) == (1, "v1", False)
     # A commit that nobody heard of is none: the model of the start is what served.
     model = llama(0)
-    successor = WeightStore(model)
+    successor = WeightStore(ModelParameters(model))
     resume(successor, str(tmp_path), 0, "default")
     assert (successor.epoch, successor.valid) == (0, True)
     assert same_weights(model, llama(0))

@@ -11,7 +11,7 @@ import torch
 
 from rollout.fleet.errors import EngineError
 from rollout.weights.offer import offer_weights
-from rollout.weights.parameters import WeightStore
+from rollout.weights.store import WeightStore
 from tests.support import tiny_models
 from tests.support.scripted_fleet import Script, ScriptedFleet
 

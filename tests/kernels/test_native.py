@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from rollout.engine.engine import Engine
 from rollout.kernels import native
 from rollout.kernels.products import PackedWeight, serves_linear
+from rollout.model import fused
 from rollout.model.fused import PackedWeights, SiLUGate, fuse_gates, fuse_norms, fuse_rotary
+from rollout.model.parameters import CommitMethod, ModelParameters
 from tests.support import tiny_models
 from tests.support.engine_utils import prompt
 from tests.support.exact_rollouts import exact_engine, request, roll_out, same_bits
@@ -74,8 +77,8 @@ def test_norms_and_rotary_embeddings_keep_every_bit(name: str, dtype: torch.dtyp
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "mixtral"])
 def test_gates_keep_every_bit(name: str) -> None:
     model, stock = (tiny_models.model(name).bfloat16() for _ in range(2))
-    PackedWeights(model)
-    PackedWeights(stock)
+    PackedWeights(ModelParameters(model))
+    PackedWeights(ModelParameters(stock))
     fuse_gates(model)
     fused = [module for module in model.modules() if isinstance(getattr(module, "act_fn", None), SiLUGate)]
     served = serves_linear(stock.get_output_embeddings()) and native.is_fast()
@@ -89,10 +92,11 @@ def replies(engine: Engine) -> Any:
     return roll_out(engine, REQUESTS)
 
 
-@pytest.mark.parametrize("staging", ["full", "in_place"])
-def test_packed_weights_follow_an_update(staging: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("staging", "method"), [("full", "flip"), ("full", "copy"), ("in_place", "flip")])
+def test_packed_weights_follow_an_update(staging: str, method: CommitMethod, tmp_path: Path) -> None:
     folders = [tiny_models.build("qwen2", tmp_path / str(seed), seed) for seed in (0, 1, 2)]
     engine = exact_engine(folders[0], "bfloat16", weight_staging=staging, enable_prefix_caching=False)
+    engine.runner.parameters.method = method
     seen = [replies(engine)]
     for seed in (1, 2, 0):
         tensors = saved_tensors(tiny_models.model("qwen2", seed).bfloat16(), tmp_path / f"saved-{seed}")
@@ -104,10 +108,54 @@ def test_packed_weights_follow_an_update(staging: str, tmp_path: Path) -> None:
         engine.scheduler.commit(engine.store.epoch, "recompute")
         seen.append(replies(engine))
         if serves_linear(engine.runner.model.get_output_embeddings()):
-            assert len(engine.runner.packed._packed) <= 2 * len(engine.runner.packed._products)
+            assert len(engine.runner.parameters.live.packed) == len(engine.runner.packed._products)
     for got, folder in zip(seen, [*folders, folders[0]], strict=True):
         assert same_bits(got, replies(exact_engine(folder, "bfloat16", enable_prefix_caching=False)))
     assert not same_bits(seen[0], seen[1])
+
+
+class FakePacked:
+    """A PackedWeight for any machine; a set that holds the value 7 is packed slowly."""
+
+    reached, go = threading.Event(), threading.Event()
+
+    def __init__(self, weights: list[Tensor], biases: list[Tensor]) -> None:
+        self.weight = torch.cat(weights).clone()
+        if (weights[0] == 7).all():
+            self.reached.set()
+            assert self.go.wait(60)
+
+    of = classmethod(lambda cls, weights, biases=(): cls(weights, biases))
+
+    def multiply(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return x @ self.weight.T
+
+
+@torch.inference_mode()
+def test_an_update_that_was_dropped_while_it_was_packed_takes_nothing_from_what_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its thread used to delete the packed weights of a set committed meanwhile: a KeyError in the next step."""
+    monkeypatch.setattr(fused, "PackedWeight", FakePacked)
+    monkeypatch.setattr(fused, "serves_linear", lambda layer: type(layer) is nn.Linear)
+    model, stock = tiny_models.model("llama", 0), tiny_models.model("llama", 1)
+    parameters = ModelParameters(model)
+    packed = PackedWeights(parameters)
+    dropped = parameters.new_set()
+    for tensor in dropped.tensors.values():
+        tensor.fill_(7)
+    packing = threading.Thread(target=packed.pack, args=[dropped])
+    packing.start()
+    assert FakePacked.reached.wait(60)
+    committed = parameters.new_set()
+    for name, tensor in stock.named_parameters():
+        committed.tensors[name].copy_(tensor)
+    packed.pack(committed)
+    parameters.commit(committed)
+    FakePacked.go.set()
+    packing.join(60)
+    ids = torch.tensor([prompt(9)])
+    torch.testing.assert_close(model(ids).logits, stock(ids).logits)
 
 
 def test_only_plain_bfloat16_layers_are_taken() -> None:

@@ -15,8 +15,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from rollout.kernels.attention import cuda
 from rollout.kernels.attention.base import AttentionBackend, RaggedBatch, serving
 from rollout.kernels.attention.torch_paged import TorchAttention
-from rollout.model.graphs import DecodeGraphs, bucket_sizes, pad_decodes
+from rollout.model.graphs import DecodeGraphs, Graph, bucket_sizes, pad_decodes
 from rollout.model.loader import plug_in_attention
+from rollout.model.parameters import ModelParameters
 from tests.support import tiny_models
 
 CPU = torch.device("cpu")
@@ -92,13 +93,14 @@ class Lab:
         models = [tiny_models.model("llama", seed) for seed in (0, 1)]
         for model in models:
             model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
-        self.sets = [[parameter.data for parameter in model.parameters()] for model in models]
+        self.sets = [[parameter.data.clone() for parameter in model.parameters()] for model in models]
         self.model = models[0]
         shapes = plug_in_attention(self.model)
         limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 32}
         self.backend = TapedAttention(shapes, 24, 4, torch.float32, CPU, **limits)
         self.reference = TorchAttention(shapes, 24, 4, torch.float32, CPU)
         self.captures = 0
+        self.captured: list[dict[int, Graph]] = [{}, {}]
         self.graphs = DecodeGraphs(self.forward, self.backend, 4, self.capture)
 
     def forward(
@@ -145,11 +147,29 @@ def test_replayed_decodes_agree_with_eager_ones_under_both_parameter_sets() -> N
             lengths[i] += 1
         batch = RaggedBatch(list(range(rows + 1)), [lengths[i] for i in chosen], [tables[i] for i in chosen])
         ids = [30 + 7 * step + i for i in range(rows)]
-        logits = lab.graphs.run(param_set, torch.tensor(ids), torch.tensor(batch.positions()), batch)
+        logits = lab.graphs.run(lab.captured[param_set], torch.tensor(ids), torch.tensor(batch.positions()), batch)
         torch.testing.assert_close(logits, lab.eager(ids, batch, lab.reference), atol=1e-4, rtol=0)
         captured.add((param_set, 1 if rows == 1 else 4))
         assert lab.captures == len(captured)
         assert lab.graphs.replays == step + 1
+
+
+@torch.inference_mode()
+def test_a_graph_replays_the_weights_that_a_commit_by_copy_has_brought() -> None:
+    lab = Lab()
+    parameters = ModelParameters(lab.model, "copy")
+    batch = RaggedBatch([0, 1], [1], [[3]])
+    seen = []
+    for seed in (0, 1, 0):
+        staged = parameters.new_set()
+        for tensor, data in zip(staged.tensors.values(), lab.sets[seed], strict=True):
+            tensor.copy_(data)
+        parameters.commit(staged)
+        logits = lab.graphs.run(parameters.live.graphs, torch.tensor([9]), torch.tensor([0]), batch)
+        torch.testing.assert_close(logits, lab.eager([9], batch, lab.reference), atol=1e-4, rtol=0)
+        seen.append(logits.clone())
+    assert lab.captures == 1
+    assert not torch.equal(seen[0], seen[1])
 
 
 @torch.inference_mode()
@@ -159,7 +179,7 @@ def test_batches_that_do_not_qualify_run_eagerly() -> None:
     many = RaggedBatch(list(range(6)), [1] * 5, [[i] for i in range(1, 6)])
     for batch in (chunk, many):
         ids = torch.zeros(batch.num_tokens, dtype=torch.long)
-        assert lab.graphs.run(0, ids, torch.tensor(batch.positions()), batch) is None
+        assert lab.graphs.run({}, ids, torch.tensor(batch.positions()), batch) is None
     assert lab.captures == 0
 
 
@@ -180,7 +200,7 @@ def test_a_model_that_cannot_be_captured_is_reported_once_and_left_eager(caplog:
     graphs = DecodeGraphs(model, lab.backend, 4, lab.capture)
     batch = RaggedBatch([0, 1], [1], [[1]])
     for _ in range(3):
-        assert graphs.run(0, torch.tensor([5]), torch.tensor([0]), batch) is None
+        assert graphs.run({}, torch.tensor([5]), torch.tensor([0]), batch) is None
     assert model.calls == 2  # the warm-up and the capture that failed
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "not permitted when stream is capturing" in caplog.text

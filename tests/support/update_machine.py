@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.messages import AbortRequests, AddRequest
+from rollout.model.parameters import CommitMethod
 from rollout.outputs import TokenOutput
 from rollout.server.text.spans import SpanBuilder
 from rollout.weights.bodies import Announcement
@@ -108,9 +109,10 @@ class Session:
 class Machine:
     """`models` are transformers' own with each epoch's weights; `linked`: a group that an update can come over."""
 
-    def __init__(self, policy: Any, chunk: int) -> None:
+    def __init__(self, policy: Any, chunk: int, method: CommitMethod) -> None:
         config = {"num_gpu_blocks_override": 36, "max_model_len": 80, "max_num_seqs": 5}
         self.engine = engine(folder(), kv_policy=policy, max_num_batched_tokens=chunk, **config)
+        self.engine.runner.parameters.method = method
         self.engine.weights._connection.transport_for = lambda info: (self.wire, 60.0)  # type: ignore[method-assign]
         self.wire = Wire()
         self.wires = [self.wire]

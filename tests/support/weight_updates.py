@@ -21,8 +21,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from rollout.model.parameters import ModelParameters
 from rollout.weights.errors import WeightUpdateError
-from rollout.weights.parameters import WeightStore
+from rollout.weights.store import WeightStore
 from rollout.weights.updater import Commit, WeightUpdater
 
 _SIZES: dict[str, Any] = {
@@ -100,7 +101,7 @@ class UpdaterServer:
         store_options = {n: options.pop(n) for n in ("allow_partial", "weight_staging") if n in options}
         self.model = model
         self.paused = False
-        self.store = WeightStore(model, **store_options)
+        self.store = WeightStore(ModelParameters(model), **store_options)
         self.updater = WeightUpdater(self.store, timeout_s=timeout_s, paused=lambda: self.paused, **options)
         self.commits: list[Commit] = []
         self.bodies: list[tuple[str, dict[str, Any]]] = []

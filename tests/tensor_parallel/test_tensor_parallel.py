@@ -90,7 +90,7 @@ class Team:
         return self.call("weight_checker", action="checksum")["checksums"]
 
     def shares(self) -> dict[str, torch.Tensor]:
-        return self.engine.store.live()
+        return self.engine.store.parameters.live.tensors
 
 
 @contextmanager

@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from safetensors.torch import save_file
 
+from rollout.model.parameters import ModelParameters
 from rollout.weights.errors import WeightUpdateError
-from rollout.weights.parameters import WeightStore
+from rollout.weights.store import WeightStore
 from rollout.weights.updater import WeightUpdater
 from tests.support.weight_updates import UpdaterServer, llama, mixtral, same_weights, saved_tensors, sha256
 
@@ -50,13 +51,15 @@ class Folders:
 class UpdateOrder(RuleBasedStateMachine):
     """`state`, `received`, `serving`, `valid` and so on are the model; the updater must agree after every call."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    @initialize(method=st.sampled_from(["flip", "copy"]))
+    def start_up(self, method):
         self.root = Path(tempfile.mkdtemp())
         self.folders = Folders(self.root)
         self.model = tiny(0)
         self.paused = False
-        self.updater = WeightUpdater(WeightStore(self.model), timeout_s=30.0, paused=lambda: self.paused)
+        self.updater = WeightUpdater(
+            WeightStore(ModelParameters(self.model)), timeout_s=30.0, paused=lambda: self.paused
+        )
         self.joined = False
         self.state, self.received, self.partial, self.label_wished = "idle", [], False, None
         self.in_place, self.heals, self.valid = False, False, True
@@ -315,7 +318,9 @@ def test_nothing_is_live_before_the_engines_own_step(tmp_path):
     saved_tensors(llama(1), tmp_path)
     model = llama(0)
     woken = []
-    updater = WeightUpdater(WeightStore(model), timeout_s=10.0, wake=lambda: woken.append(updater._ready is not None))
+    updater = WeightUpdater(
+        WeightStore(ModelParameters(model)), timeout_s=10.0, wake=lambda: woken.append(updater._ready is not None)
+    )
     answer = updater.call("update_weights", {"weight_dir": str(tmp_path)})
     while not woken:
         assert not answer.done()
@@ -331,7 +336,7 @@ def test_nothing_is_live_before_the_engines_own_step(tmp_path):
 
 def test_a_commit_that_the_engine_never_makes_is_given_up(tmp_path):
     saved_tensors(llama(1), tmp_path)
-    updater = WeightUpdater(WeightStore(llama(0)), timeout_s=0.3)
+    updater = WeightUpdater(WeightStore(ModelParameters(llama(0))), timeout_s=0.3)
     with pytest.raises(WeightUpdateError, match=r"0\.3 s \(ready\)"):
         updater.call("update_weights", {"weight_dir": str(tmp_path)}).result(10)
     assert updater.commit_if_ready() is None

@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rollout.model.parameters import ModelParameters
 from rollout.weights.errors import AbandonedError, WeightUpdateError
-from rollout.weights.parameters import WeightStore
+from rollout.weights.store import WeightStore
 from tests.support.wait import eventually
 from tests.support.weight_updates import UpdaterServer, fill, llama, same_weights, saved_tensors
 
@@ -120,7 +121,7 @@ def test_a_server_that_allows_partial_updates_is_healed_only_by_a_whole_one(brok
 def test_nothing_is_written_once_an_update_is_over():
     """A receive that outlives its update (a blocked broadcast) must not reach what serves by then."""
     model = llama(0)
-    store = WeightStore(model)
+    store = WeightStore(ModelParameters(model))
     staging = store.stage(in_place=True)
     name = "model.norm.weight"
     (item,) = staging.resolve([name], ["float32"], [[32]])
@@ -134,7 +135,7 @@ def test_nothing_is_written_once_an_update_is_over():
 
 
 def test_checksums_under_way_keep_the_live_set_from_being_given_away():
-    store = WeightStore(llama(0))
+    store = WeightStore(ModelParameters(llama(0)))
     with store.snapshot():
         refused(409, "weight_checker", store.stage, in_place=True)
     assert store.valid
@@ -146,7 +147,7 @@ def test_checksums_under_way_keep_the_live_set_from_being_given_away():
 
 def test_a_subset_in_place_keeps_the_rest():
     model = llama(0)
-    store = WeightStore(model)
+    store = WeightStore(ModelParameters(model))
     staging = store.stage(in_place=True)
     (item,) = staging.resolve(["model.norm.weight"], ["float32"], [[32]])
     staging.place(item, torch.full((32,), 3.0))
@@ -174,7 +175,7 @@ def test_full_and_in_place_give_the_same_bits(dtype):
     tensors = {n: p.detach() for n, p in llama(1, tied=True, dtype=dtype).named_parameters()}
     sums = []
     for in_place in (False, True):
-        store = WeightStore(llama(0, tied=True))
+        store = WeightStore(ModelParameters(llama(0, tied=True)))
         staging = fill(store, tensors, in_place=in_place)
         staging.check(partial=False, progress=lambda: None)
         store.commit(staging, None)
@@ -189,7 +190,7 @@ def test_a_buffer_that_an_update_may_leave_out_is_needed_to_heal():
         return model
 
     served = buffered(0)
-    store = WeightStore(served)
+    store = WeightStore(ModelParameters(served))
     parameters = dict(llama(1).named_parameters())
     staging = fill(store, parameters)
     staging.check(partial=False, progress=lambda: None)

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.model.parameters import ModelParameters
 from rollout.weights.errors import WeightUpdateError
-from rollout.weights.parameters import WeightStore
 from rollout.weights.staging import DTYPES
+from rollout.weights.store import WeightStore
 from rollout.weights.transport.broadcast import _unpack
 from tests.support.wait import eventually
 from tests.support.weight_updates import (
@@ -59,7 +60,10 @@ def test_base_and_changes_are_the_whole_update_bit_for_bit(data, wire, served, t
         values = torch.tensor([data.draw(st.sampled_from([-0.0, 0.0, 1.5, -3e-3])) for _ in indices], dtype=wire)
         tensor.view(-1)[indices] = values
         changes[name] = (torch.tensor(indices, dtype=torch.int32), values)
-    whole, sparse = WeightStore(small(0, served, tied=tied)), WeightStore(small(0, served, tied=tied))
+    whole, sparse = (
+        WeightStore(ModelParameters(small(0, served, tied=tied))),
+        WeightStore(ModelParameters(small(0, served, tied=tied))),
+    )
     for store in (whole, sparse):
         staging = fill(store, base)
         staging.check(partial=False, progress=lambda: None)
@@ -77,7 +81,7 @@ def test_base_and_changes_are_the_whole_update_bit_for_bit(data, wire, served, t
 def test_changes_of_a_checkpoint_name_reach_their_slice(tmp_path):
     tensors = saved_tensors(qwen3_moe(1), tmp_path)
     served = qwen3_moe(1)
-    store = WeightStore(served)
+    store = WeightStore(ModelParameters(served))
     name = next(n for n in tensors if ".experts.2.up_proj" in n)
     changes = {n: (torch.zeros(0, dtype=torch.int32), torch.zeros(0)) for n in tensors}
     changes[name] = (torch.tensor([5, 40], dtype=torch.int32), torch.tensor([7.0, -7.0]))
@@ -91,26 +95,26 @@ def test_changes_of_a_checkpoint_name_reach_their_slice(tmp_path):
 
 @pytest.mark.parametrize("indices", [[3, 3], [4, 2], [-1, 2], [0, 32]])
 def test_indices_that_do_not_ascend_within_the_tensor_are_refused(indices):
-    staging = WeightStore(llama(0)).stage()
+    staging = WeightStore(ModelParameters(llama(0))).stage()
     changes = {"model.norm.weight": (torch.tensor(indices, dtype=torch.int32), torch.ones(2))}
     with pytest.raises(WeightUpdateError, match=r"model\.norm\.weight: .*ascend within \[0, 32\)"):
         apply(staging, changes, {"model.norm.weight": [32]}, torch.float32)
 
 
 def test_counts_that_can_not_be_are_refused_before_anything_is_received():
-    staging = WeightStore(llama(0)).stage()
+    staging = WeightStore(ModelParameters(llama(0))).stage()
     with pytest.raises(WeightUpdateError, match=r"count 33 is not in \[0, 32\]"):
         staging.resolve(["model.norm.weight"], ["float32"], [[32]], [33])
     with pytest.raises(WeightUpdateError, match="1 names and 2 counts"):
         staging.resolve(["model.norm.weight"], ["float32"], [[32]], [1, 2])
-    verifying = WeightStore(llama(0, dtype=torch.bfloat16)).stage(verify=True)
+    verifying = WeightStore(ModelParameters(llama(0, dtype=torch.bfloat16))).stage(verify=True)
     with pytest.raises(WeightUpdateError, match="wider than the server's dtype"):
         verifying.resolve(["model.norm.weight"], ["float32"], [[32]], [1])
 
 
 def test_a_tied_name_whose_changes_differ_is_refused():
     base = llama(1, tied=True)
-    store = WeightStore(base)
+    store = WeightStore(ModelParameters(base))
     shapes = {n: t.shape for n, t in base.state_dict().items()}
     changes = {n: (torch.zeros(0, dtype=torch.int32), torch.zeros(0)) for n in shapes}
     changes["model.embed_tokens.weight"] = (torch.tensor([1], dtype=torch.int32), torch.tensor([2.0]))
@@ -235,7 +239,7 @@ def test_memory_that_nothing_filled_is_never_committed(partial, monkeypatch):
     real = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda t, **o: real(t, **o).fill_(float("nan")))
     served = llama(0)
-    store = WeightStore(served)
+    store = WeightStore(ModelParameters(served))
     staging = store.stage()
     tensors = dict(llama(1).named_parameters())
     plan = staging.resolve(list(tensors), ["float32"] * len(tensors), [list(t.shape) for t in tensors.values()])
@@ -255,9 +259,9 @@ def test_memory_that_nothing_filled_is_never_committed(partial, monkeypatch):
 
 def test_every_wire_dtype_can_be_sparse():
     for name, dtype in DTYPES.items():
-        store = WeightStore(llama(0))
+        store = WeightStore(ModelParameters(llama(0)))
         staging = store.stage(verify=dtype != torch.float64)
         values = torch.tensor([0.5, -2.0]).to(dtype)
         changes = {"model.norm.weight": (torch.tensor([0, 9], dtype=torch.int32), values)}
         apply(staging, changes, {"model.norm.weight": [32]}, dtype)
-        assert staging.buffers["model.norm.weight"][[0, 9]].tolist() == [0.5, -2.0], name
+        assert staging.into.tensors["model.norm.weight"][[0, 9]].tolist() == [0.5, -2.0], name

@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout.model.parameters import CommitMethod
 from tests.support.update_machine import Machine
 
 
@@ -50,12 +51,13 @@ OPS = st.one_of(
 @given(
     policy=st.sampled_from(["keep", "recompute"]),
     chunk=st.sampled_from([6, 24]),
+    method=st.sampled_from(["flip", "copy"]),
     ops=st.lists(OPS, min_size=15, max_size=40),
 )
 def test_any_order_of_calls_requests_pauses_and_faults(
-    policy: str, chunk: int, ops: list[tuple[str, dict[str, Any]]]
+    policy: str, chunk: int, method: CommitMethod, ops: list[tuple[str, dict[str, Any]]]
 ) -> None:
-    machine = Machine(policy, chunk)
+    machine = Machine(policy, chunk, method)
     for name, arguments in ops:
         getattr(machine, name)(**arguments)
         machine.says_what_is()

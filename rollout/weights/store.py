@@ -1,4 +1,4 @@
-"""The parameters that serve, and the flip to the ones that were received."""
+"""The weights that serve: their epoch, label and validity, and what may replace them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
 
 from rollout.config import WeightStaging
+from rollout.model.parameters import ModelParameters, ParameterSet
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.naming import NameMap, Target
 from rollout.weights.staging import Staging, digest
@@ -20,79 +20,93 @@ if TYPE_CHECKING:
 
 
 class WeightStore:
-    """Live and staged parameters of one model, which is already on its device and in its dtype.
+    """The live parameters of one model, already on its device and in its dtype, and the set beside them for an update.
 
     `epoch` counts commits, `label` is the caller's name of the live weights. `commit`, and `stage` in place, belong to
     the engine's thread, between two steps; all else may run beside decoding. Staging is a second set of parameters,
-    allocated at the first update; a commit makes the old live set the next staging. In place, the live set is itself
+    allocated at the first update; a commit frees a set for the next one. In place, the live buffers are themselves
     the staging: `valid` is False, and no forward pass may run, from then until a commit (or until the update is
-    dropped, if it wrote nothing). `prepare` is called with each complete set, by module name, before it is committed.
+    dropped, if it wrote nothing). `prepare` is called with each complete set before it is committed.
     Of a sharded model it holds this rank's share; `mesh` is what whole parameters are gathered over.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        parameters: ModelParameters,
         *,
         allow_partial: bool = False,
         weight_staging: WeightStaging = "full",
-        prepare: Callable[[dict[str, torch.Tensor]], None] = lambda buffers: None,
+        prepare: Callable[[ParameterSet], None] = lambda parameters: None,
         mesh: DeviceMesh | None = None,
     ) -> None:
+        self.parameters = parameters
         self.allow_partial = allow_partial
         self.weight_staging = weight_staging
-        self.prepare = prepare
+        self._prepare = prepare
         self._mesh = mesh
         self.epoch = 0
         self.label = "default"
         self.valid = True
-        self.names = NameMap(model)
-        for tensor in self.names.slots.values():
-            tensor.data = tensor.data.contiguous()
-        self._spare: dict[str, torch.Tensor] | None = None
+        self.names = NameMap(parameters)
+        self.on_unread: Callable[[], None] = lambda: None
+        """Called, on any thread, when a reader of the live set has ended: a commit may have waited for it."""
+        self._spare: ParameterSet | None = None
         self._readers = 0
         self._lock = threading.Lock()
-
-    def live(self) -> dict[str, torch.Tensor]:
-        """The parameters that serve, by their first module name."""
-        return {name: tensor.data for name, tensor in self.names.slots.items()}
+        self._unread = threading.Condition(self._lock)
 
     def stage(self, *, in_place: bool = False, verify: bool = False) -> Staging:
         """The buffers of one update. The caller owns them until `commit` or `release`.
 
         Raises WeightUpdateError 409 where the live set can't be given away because its checksums are being computed.
         """
+        parameters = self.parameters
         with self._lock:
             heals = not self.valid
             if in_place:
                 if self._readers:
                     raise WeightUpdateError(409, "weight_checker or a snapshot reads the weights: start again soon")
                 self._spare, self.valid = None, False
-                return Staging(self, self.live(), in_place=True, verify=verify, heals=heals)
-            buffers, self._spare = self._spare, None
-        if buffers is None:
-            buffers = {name: torch.empty_like(tensor) for name, tensor in self.live().items()}
-        return Staging(self, buffers, in_place=False, verify=verify, heals=heals)
+            into, self._spare = self._spare, None
+        if in_place:
+            into = parameters.successor_in_place()
+        elif into is None:
+            into = parameters.new_set()
+        into.packed = []
+        return Staging(
+            self.names,
+            into,
+            parameters.live,
+            self._prepare,
+            in_place=in_place,
+            verify=verify,
+            heals=heals,
+            allow_partial=self.allow_partial,
+        )
 
     def release(self, staging: Staging) -> None:
         """Take the buffers of a dropped update back. Only once nothing can write into them any more."""
         with self._lock:
             if not staging.in_place:
-                self._spare = staging.buffers
+                self._spare = staging.into
             elif not staging.written:
                 self.valid = not staging.heals
 
-    def commit(self, staging: Staging, label: str | None) -> None:
-        """Make the staged parameters live: epoch + 1, and `label` where one is given. Call it between two steps."""
-        buffers = staging.buffers
-        with self._lock:
-            if not staging.in_place:
-                for name, tensor in self.names.slots.items():
-                    live = tensor.data
-                    tensor.data = buffers[name]
-                    buffers[name] = live
-                # A checksum under way still reads the old set: leave it to the garbage collector then.
-                self._spare = None if self._readers else buffers
+    def can_commit(self, staging: Staging) -> bool:
+        """Whether a commit may happen now: one that overwrites the live set waits for those who read it."""
+        return staging.in_place or self.parameters.method == "flip" or not self._readers
+
+    def commit(self, staging: Staging, label: str | None, *, timeout_s: float = 0.0) -> None:
+        """Make the staged parameters live: epoch + 1, and `label` where one is given. Call it between two steps.
+
+        Raises TimeoutError where it may still not (`can_commit`) after so many seconds.
+        """
+        with self._unread:
+            if not self._unread.wait_for(lambda: self.can_commit(staging), timeout_s):
+                raise TimeoutError("the weights that serve are being read, and a commit would overwrite them")
+            free = self.parameters.commit(staging.into)
+            # A checksum under way may still read the set that was flipped away: it is freed once nobody does.
+            self._spare = None if self._readers else free
             self.epoch += 1
             self.label = self.label if label is None else label
             self.valid = True
@@ -107,12 +121,14 @@ class WeightStore:
             if not self.valid:
                 raise WeightUpdateError(409, "the weights are invalid until an update completes")
             self._readers += 1
-            tensors = self.live()
+            tensors = self.parameters.live.tensors
         try:
             yield tensors
         finally:
-            with self._lock:
+            with self._unread:
                 self._readers -= 1
+                self._unread.notify_all()
+            self.on_unread()
 
     def checksums(self) -> dict[str, str]:
         """sha256 (hex) of the stored bytes of each live tensor, by the name that `save_pretrained` would give it.

@@ -1,0 +1,96 @@
+"""The parameters that a model computes with: one live set of buffers, and sets beside it that may take its place."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from rollout.kernels.products import PackedWeight
+from rollout.model.graphs import Graph
+
+CommitMethod = Literal["flip", "copy"]
+
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class ParameterSet:
+    """One whole set of a model's parameters, and everything that was made of it.
+
+    `tensors`: its buffers, by first module name. `packed`: the packed weights of its linear layers, in the order of
+    `PackedWeights`. `graphs`: the CUDA graphs that read its buffers, by batch size. `number` names the set in logs:
+    unlike an address it is never given to another one.
+    """
+
+    tensors: dict[str, Tensor]
+    packed: list[PackedWeight] = field(default_factory=list)
+    graphs: dict[int, Graph] = field(default_factory=dict)
+    number: int = field(default_factory=lambda: next(_numbers))
+
+
+class ModelParameters:
+    """A model's distinct parameters and persistent floating buffers, and the set of them that is live.
+
+    `slots` are the model's own tensors, by first module name; `first` maps every module name (a tied parameter has
+    several) to it; `buffers` names the slots that are no parameters. Of a parameter that is sharded (`sharded`, as
+    DTensors), the slot is what this rank holds. `method` says what a commit does: "flip" points the slots to the other
+    set, "copy" copies its values into the live one, whose addresses then never change. None: a copy on CUDA, where
+    graphs have the addresses baked in, and elsewhere a flip.
+    """
+
+    def __init__(self, model: PreTrainedModel, method: CommitMethod | None = None) -> None:
+        self.model = model
+        self.method: CommitMethod = method or ("copy" if model.device.type == "cuda" else "flip")
+        self.slots: dict[str, Tensor] = {}
+        self.sharded: dict[str, Any] = {}
+        self.first: dict[str, str] = {}
+        self.buffers: set[str] = set()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        by_identity: dict[int, str] = {}
+        for name, tensor in (parameters | _persistent_buffers(model)).items():
+            self.first[name] = by_identity.setdefault(id(tensor), name)
+            if self.first[name] == name:
+                self.slots[name] = tensor
+                if hasattr(tensor, "_local_tensor"):
+                    self.sharded[name], self.slots[name] = tensor, tensor._local_tensor
+                if name not in parameters:
+                    self.buffers.add(name)
+        for tensor in self.slots.values():
+            tensor.data = tensor.data.contiguous()
+        self.live = ParameterSet({name: tensor.data for name, tensor in self.slots.items()})
+
+    def new_set(self) -> ParameterSet:
+        """A set of buffers like the live ones, with nothing in them."""
+        return ParameterSet({name: torch.empty_like(tensor) for name, tensor in self.live.tensors.items()})
+
+    def successor_in_place(self) -> ParameterSet:
+        """A set over the live buffers themselves: what is made of their new values is not mixed with the old."""
+        return ParameterSet(dict(self.live.tensors), graphs=self.live.graphs)
+
+    def commit(self, staged: ParameterSet) -> ParameterSet | None:
+        """Have the model compute with the values of `staged`, between two forward passes.
+
+        Returns the set that is free now; None where `staged` lies over the live buffers.
+        """
+        live = self.live
+        if all(staged.tensors[name] is tensor for name, tensor in live.tensors.items()):
+            self.live = staged
+            return None
+        if self.method == "copy":
+            torch._foreach_copy_(list(live.tensors.values()), [staged.tensors[name] for name in live.tensors])
+            live.packed, staged.packed = staged.packed, []
+            return staged
+        for name, slot in self.slots.items():
+            slot.data = staged.tensors[name]
+        self.live = staged
+        return live
+
+
+def _persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    stored = model.state_dict().keys()
+    return {n: b for n, b in model.named_buffers() if n in stored and b.is_floating_point()}
