@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from rollout.config import EngineConfig
+from rollout.fleet.connection import EngineConnection, EngineStarter, processes
 from rollout.fleet.errors import EngineError
-from rollout.fleet.link import Connect, Link, processes
 from rollout.fleet.stream import RequestStream
 from rollout.messages import (
     AbortRequests,
@@ -51,13 +51,13 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
 class EngineClient:
     """One engine, its successors, and the requests and calls in flight in it. Lives on one event loop.
 
-    `connect` starts it. An engine that is silent for `stall_timeout_s` and then leaves a probe unanswered for as long
+    `start_engine` starts it. An engine that is silent for `stall_timeout_s` and then leaves a probe unanswered as long
     is declared dead. Once it was ready, a dead engine is restarted, at most `restarts` times in RESTART_WINDOW_S: the
-    calls in flight fail, `orphan` is given each request that was, and `restore` prepares the successor before it
-    serves: it returns why that can't generate, None where it can. `error` is set while there is no engine to talk to,
-    `refusal` while there is none that can generate: also where a successor waits for the weights to be pushed again.
-    `work` is what the requests in flight have left to compute, in output tokens at most. `life` counts the engines,
-    `state` is what the last one that served was known to serve.
+    calls in flight fail, `on_lost_request` is given each request that was in flight, and `restore` prepares the
+    successor before it serves: it returns why that can't generate, None where it can. `error` is set while there is no
+    engine to talk to, `refusal` while there is none that can generate: also where a successor waits for the weights to
+    be pushed again. `work` is what the requests in flight have left to compute, in output tokens at most. `incarnation`
+    counts the engines, `state` is what the last one that served was known to serve.
     """
 
     def __init__(
@@ -66,49 +66,49 @@ class EngineClient:
         *,
         rank: int = 0,
         name: str = "The engine",
-        connect: Connect | None = None,
+        start_engine: EngineStarter | None = None,
         stall_timeout_s: float = 300.0,
         start_timeout_s: float = 600.0,
         restarts: int = 0,
-        orphan: Callable[[RequestStream, EngineError], None] = RequestStream.fail,
+        on_lost_request: Callable[[RequestStream, EngineError], None] = RequestStream.fail,
         restore: Callable[[EngineClient, str], Awaitable[EngineError | None]] | None = None,
     ) -> None:
         self.config, self.rank, self.name = config, rank, name
-        self._connect = connect or processes(run_engine)
+        self._start_engine = start_engine or processes(run_engine)
         self._stall_timeout_s = stall_timeout_s
         self._start_timeout_s = start_timeout_s
         self._restarts = restarts
         self._restarted: deque[float] = deque()
-        self._orphan, self._restore = orphan, restore
+        self._on_lost_request, self._restore = on_lost_request, restore
         self._streams: dict[str, RequestStream] = {}
         self._calls: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._ids = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
         self._info: EngineReady | None = None
-        self._lost: EngineError | None = None
-        self._entering: asyncio.Task[Any] | None = None
+        self._weights_error: EngineError | None = None
+        self._recovering: asyncio.Task[Any] | None = None
         self._stopping = False
-        self.state = self._said = _FRESH
+        self.state = self._reported = _FRESH
         self.error: EngineError | None = None
         self.work = 0
-        self.life = 0
+        self.incarnation = 0
 
     def start(self) -> None:
         """Start the engine; returns at once. Needs a running event loop."""
         self._loop = asyncio.get_running_loop()
         self._spawn()
-        self._go(self._watch(self._link))
+        self._create_task(self._watch(self._connection))
 
     def _spawn(self) -> None:
-        self.life += 1
-        self._said = _FRESH  # it says what has changed since
+        self.incarnation += 1
+        self._reported = _FRESH  # it says what has changed since
         self._ready: asyncio.Future[EngineReady] = self._loop.create_future()
         try:
-            self._link = self._connect(self.rank, self.config, self._dispatch, self.die)
+            self._connection = self._start_engine(self.rank, self.config, self._dispatch, self.fail)
         except OSError as error:
             raise EngineError(f"{self.name} is not running: it can't be started: {error}.") from error
 
-    def _go(self, work: Coroutine[Any, Any, None]) -> None:
+    def _create_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -131,29 +131,29 @@ class EngineClient:
     @property
     def pid(self) -> int | None:
         """The process that runs, or ran last."""
-        return self._link.pid
+        return self._connection.pid
 
     @property
     def address(self) -> str:
         """The host name or IP under which other engines reach it."""
-        return self._link.address
+        return self._connection.address
 
     @property
     def restarts(self) -> int:
         """How many engines have died and were replaced."""
-        return self.life - 1
+        return self.incarnation - 1
 
     @property
     def refusal(self) -> EngineError | None:
         """Why nothing can be generated now; None where it can."""
-        return self.error or self._lost
+        return self.error or self._weights_error
 
     @property
     def in_flight(self) -> int:
         """How many choices run or wait."""
         return sum(stream.num_open for stream in self._streams.values())
 
-    def take(self, stream: RequestStream) -> None:
+    def submit(self, stream: RequestStream) -> None:
         """Send the stream's request, which begins with this. Raises EngineError where the engine can't serve it.
 
         Ids may repeat between clients: the engine gets a short unique one, `abort` knows the caller's.
@@ -200,9 +200,9 @@ class EngineClient:
         """The engine's answer to a control call. Raises EngineError: the engine's own, or a 503 after the timeout."""
         if self.error is not None:
             raise self.error
-        return await self.ask(method, params, timeout_s=timeout_s)
+        return await self.send_call(method, params, timeout_s=timeout_s)
 
-    def ask(
+    def send_call(
         self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float
     ) -> Coroutine[Any, Any, dict[str, Any]]:
         """The same, of an engine that may not serve yet. It is sent at once; await the rest for the answer, also to
@@ -217,7 +217,7 @@ class EngineClient:
 
         async def answer() -> dict[str, Any]:
             try:
-                async with asyncio.timeout(timeout_s):  # wait_for would overlook `die` where the answer has just come
+                async with asyncio.timeout(timeout_s):  # wait_for would overlook `fail` where the answer has just come
                     return await future
             except TimeoutError:
                 raise EngineError(f"{self.name} did not answer {method!r} within {timeout_s:g} s.") from None
@@ -229,18 +229,18 @@ class EngineClient:
     async def stop(self, reason: str = "the server is shutting down", *, timeout_s: float = _CLOSE_S) -> None:
         """End the process (SIGTERM, then SIGKILL after the timeout) and whatever still waits for it."""
         self._stopping = True
-        self.die(reason)
+        self.fail(reason)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._link.close(timeout_s)
+        await self._connection.close(timeout_s)
 
     def _send(self, message: ToEngine) -> None:
-        if self._link.over:
+        if self._connection.ended:
             assert self.error is not None
             raise self.error
         try:
-            self._link.send(message)
+            self._connection.send(message)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             # Only free-form JSON of a control call gets here: integers beyond 64 bits, lone surrogates, deep nesting.
             raise EngineError(f"The body can't be passed to the engine: {error}", status=400) from None
@@ -257,47 +257,47 @@ class EngineClient:
                 if future is not None and not future.done():
                     _resolve(future, result, error)
             case EngineState():
-                self._said = message
+                self._reported = message
                 if self.error is None:  # else it is being prepared, and serves nothing yet
                     if message.epoch > self.state.epoch:
-                        self._lost = None
+                        self._weights_error = None
                     self.state = message
             case EngineReady():
                 self._info = message
                 if not self._ready.done():
                     self._ready.set_result(message)
             case EngineDied(reason):
-                self.die(reason)
+                self.fail(reason)
 
-    async def _watch(self, link: Link) -> None:
+    async def _watch(self, connection: EngineConnection) -> None:
         """Probe an engine that has said nothing for a while: if it hangs, its requests would wait for ever."""
-        with contextlib.suppress(EngineError):  # where it dies first, the link is over
+        with contextlib.suppress(EngineError):  # where it dies first, the connection has ended
             await asyncio.shield(self._ready)
-        while not link.over:
-            quiet_until = link.last_heard + self._stall_timeout_s
+        while not connection.ended:
+            quiet_until = connection.last_message_at + self._stall_timeout_s
             if quiet_until > self._loop.time():
                 await asyncio.sleep(quiet_until - self._loop.time())
                 continue
             try:
-                await self.ask("is_paused", timeout_s=self._stall_timeout_s)
+                await self.send_call("is_paused", timeout_s=self._stall_timeout_s)
             except EngineError as error:
-                if not link.over:
-                    self.die(f"it hangs: {error}")
+                if not connection.ended:
+                    self.fail(f"it hangs: {error}")
 
-    def die(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         """It is dead, or as good as dead: fail everything that waits for it, and see to a successor."""
-        if self._link.over:
+        if self._connection.ended:
             return
-        self._link.end()
+        self._connection.end()
         again = self._may_restart()
         outlook = (
             f"is being restarted ({len(self._restarted)} of {self._restarts}), retry" if again else "is not running"
         )
         self.error = EngineError(f"{self.name} {outlook}: {reason}.")
-        orphans, self._streams, self.work = self._streams, {}, 0
-        for stream in orphans.values():
+        lost, self._streams, self.work = self._streams, {}, 0
+        for stream in lost.values():
             if not stream.finished:  # else its reader has all of it, or will
-                self._orphan(stream, self.error)
+                self._on_lost_request(stream, self.error)
         waiting: list[asyncio.Future[Any]] = [*self._calls.values(), self._ready]
         for future in waiting:
             if not future.done():
@@ -305,11 +305,11 @@ class EngineClient:
                 future.exception()  # retrieved: nobody may be waiting
         if self._info is not None and not self._stopping:  # else whoever started or stops it says so
             logger.warning("%s", self.error)
-        entering, self._entering = self._entering, None
-        if entering is not None and entering is not asyncio.current_task():
-            entering.cancel()  # nothing of it may reach the next engine
+        recovering, self._recovering = self._recovering, None
+        if recovering is not None and recovering is not asyncio.current_task():
+            recovering.cancel()  # nothing of it may reach the next engine
         if again:
-            self._go(self._restart(self._link, reason))
+            self._create_task(self._restart(self._connection, reason))
 
     def _may_restart(self) -> bool:
         """Take one of the restarts left in the window. An engine that was never ready would fail again."""
@@ -321,7 +321,7 @@ class EngineClient:
         self._restarted.append(now)
         return True
 
-    async def _restart(self, dead: Link, reason: str) -> None:
+    async def _restart(self, dead: EngineConnection, reason: str) -> None:
         """Start a successor that goes on from what the dead engine was known to serve."""
         await dead.close(_CLOSE_S)
         try:
@@ -331,30 +331,30 @@ class EngineClient:
             logger.error("%s", error)
             return
         with contextlib.suppress(EngineError):
-            await self._enter(reason)
+            await self._recover(reason)
 
-    async def _enter(self, reason: str) -> None:
+    async def _recover(self, reason: str) -> None:
         """Have the engine serve, once it is ready and restored. Where that fails it is dead: raises EngineError.
 
-        In a task of its own, which `die` cancels.
+        In a task of its own, which `fail` cancels.
         """
-        link, self._entering = self._link, asyncio.current_task()
+        connection, self._recovering = self._connection, asyncio.current_task()
         try:
             await self.wait_ready(self._start_timeout_s)
             restore = self._restore or EngineClient.restore
-            self._lost = await restore(self, reason)
+            self._weights_error = await restore(self, reason)
         except (Exception, asyncio.CancelledError) as error:
-            if not link.over:  # else its death has been seen to
+            if not connection.ended:  # else its death has been seen to
                 if isinstance(error, asyncio.CancelledError):
                     raise
                 if not isinstance(error, EngineError):
                     logger.exception("%s can't be brought back", self.name)
-                self.die(f"its restart failed: {error}")
+                self.fail(f"its restart failed: {error}")
             assert self.error is not None
             raise self.error from error
-        self._entering = None
-        self.error, self.state = None, self._said
-        self._go(self._watch(link))
+        self._recovering = None
+        self.error, self.state = None, self._reported
+        self._create_task(self._watch(connection))
 
     async def join(self) -> None:
         """Start an engine for a fleet that serves already. Raises EngineError where it does not come to serve."""
@@ -362,7 +362,7 @@ class EngineClient:
         self.error = EngineError(f"{self.name} is being started.")
         self._spawn()
         try:
-            await self._loop.create_task(self._enter("it joins"))
+            await self._loop.create_task(self._recover("it joins"))
         except (EngineError, asyncio.CancelledError):
             await self.stop()
             raise
@@ -376,7 +376,7 @@ class EngineClient:
         it can.
         """
         known = {"state": msgspec.structs.asdict(state or self.state), "reason": reason, "source": source}
-        restored = await self.ask("restore", known, timeout_s=self._start_timeout_s)
+        restored = await self.send_call("restore", known, timeout_s=self._start_timeout_s)
         logger.warning("%s: %s", self.name, restored["restarted"])
         return None if restored["weights"] == "valid" else EngineError(restored["restarted"])
 

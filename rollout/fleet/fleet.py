@@ -1,4 +1,4 @@
-"""Several engines that look like one: one address, one version of the weights, no request lost unsaid."""
+"""Several engines behind one address: they serve one version of the weights, and a request of a dead one runs again."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import msgspec
 
 from rollout.config import EngineConfig
 from rollout.fleet.client import EngineClient, run_engine
+from rollout.fleet.connection import EngineStarter, EngineTarget, processes
 from rollout.fleet.errors import EngineError
-from rollout.fleet.joining import copy_weights, look
-from rollout.fleet.link import Connect, EngineTarget, processes
+from rollout.fleet.joining import copy_weights, weights_to_give
 from rollout.fleet.router import Router
 from rollout.fleet.stream import PROMPT_DISCOUNT, RequestStream
-from rollout.fleet.weight_calls import WEIGHT_CALLS, WeightCalls, ask_all, first
+from rollout.fleet.weight_calls import WEIGHT_CALLS, WeightCalls, call_all, first
 from rollout.messages import AddRequest, EngineReady, EngineState
 
 logger = logging.getLogger(__name__)
@@ -51,12 +51,12 @@ class Fleet:
         *,
         size: int = 1,
         target: EngineTarget = run_engine,
-        connect: Connect | None = None,
+        start_engine: EngineStarter | None = None,
         stall_timeout_s: float = 300.0,
         start_timeout_s: float = 600.0,
         restarts: int = 0,
     ) -> None:
-        self._connect = connect or processes(target)
+        self._start_engine = start_engine or processes(target)
         self._options: dict[str, Any] = {
             "stall_timeout_s": stall_timeout_s,
             "start_timeout_s": start_timeout_s,
@@ -88,8 +88,8 @@ class Fleet:
             config,
             rank=rank,
             name="The engine" if self._size == 1 else f"Engine {rank}",
-            connect=self._connect,
-            orphan=self._replay,
+            start_engine=self._start_engine,
+            on_lost_request=self._resubmit,
             restore=self._restore,
             **self._options,
         )
@@ -180,7 +180,7 @@ class Fleet:
         if params.seed is None:
             params.seed = self._seeds.getrandbits(63)  # the same on every rank, and where it is begun again
         stream = RequestStream(request, pinned=rank is not None)
-        (self.choose(request) if rank is None else self._pinned(rank)).take(stream)
+        (self.choose(request) if rank is None else self._pinned(rank)).submit(stream)
         return stream
 
     def _pinned(self, rank: int) -> EngineClient:
@@ -204,11 +204,11 @@ class Fleet:
         own = params.n * (params.max_tokens or 1) + len(prompt) // PROMPT_DISCOUNT
         return self.ranks[self._router.choose(prompt, request.cache_salt, own, work)]
 
-    def _replay(self, stream: RequestStream, error: EngineError) -> None:
+    def _resubmit(self, stream: RequestStream, error: EngineError) -> None:
         """Begin a dead engine's request again on another, or fail it."""
         if not (stream.pinned or stream.passed_on) and self.refusal is None:
             try:
-                self.choose(stream.request).take(stream)
+                self.choose(stream.request).submit(stream)
                 return
             except EngineError as late:
                 error = late
@@ -229,7 +229,7 @@ class Fleet:
             # Set first: a rank that comes back meanwhile does as the others.
             before, self._paused = self._paused, method == "pause" or (self._paused and method != "resume")
             try:
-                return first(await ask_all(ranks, method, params, timeout_s))
+                return first(await call_all(ranks, method, params, timeout_s))
             except EngineError:
                 self._paused |= method == "resume" and before
                 raise
@@ -240,7 +240,7 @@ class Fleet:
 
     async def stats(self, timeout_s: float) -> dict[int, dict[str, Any]]:
         """What each living rank has counted."""
-        answers = await ask_all(self.living, "stats", {}, timeout_s)
+        answers = await call_all(self.living, "stats", {}, timeout_s)
         return {client.rank: answer for client, answer in answers.items()}
 
     # -- ranks that come back, join and leave
@@ -255,7 +255,7 @@ class Fleet:
         while time.monotonic() < deadline:
             try:
                 async with self._updates.turn:  # nothing commits or starts meanwhile
-                    valid, under_way = await look(self.living)
+                    valid, under_way = await weights_to_give(self.living)
                     source = min(valid, key=lambda other: other.work, default=None)
                     # Where nobody has any, it goes on as a lone engine does, and those that come after it will from it.
                     known = [self._gone, *(other.state for other in self.ranks)]
@@ -284,7 +284,7 @@ class Fleet:
         lost = await client.restore(reason, msgspec.structs.replace(state, paused=paused), source=giver)
         while paused != self._paused:  # it was changed meanwhile
             paused = self._paused
-            await client.ask("pause" if paused else "resume", {"mode": "keep"}, timeout_s=_CALL_S)
+            await client.send_call("pause" if paused else "resume", {"mode": "keep"}, timeout_s=_CALL_S)
         return lost
 
     def _sources(self) -> list[EngineClient]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout.fleet.client import EngineClient
-from rollout.fleet.weight_calls import ask_all
+from rollout.fleet.weight_calls import call_all
 
 _CALL_S = 60.0
 # How long a rank may take to receive a whole model, and how long any single wait in that may be.
@@ -20,7 +20,7 @@ async def copy_weights(source: EngineClient, client: EngineClient) -> int:
     It is an update like any other, with `source` for its trainer. Raises EngineError.
     """
     size = {"world_size": 1 + client.info.world_size}
-    offer = await source.ask("offer_weights", {"timeout_s": _STALL_S} | size, timeout_s=_CALL_S)
+    offer = await source.send_call("offer_weights", {"timeout_s": _STALL_S} | size, timeout_s=_CALL_S)
     init = {
         "backend": "gloo",
         "master_address": source.address,
@@ -30,21 +30,21 @@ async def copy_weights(source: EngineClient, client: EngineClient) -> int:
     } | size
     named = {key: offer[key] for key in ("names", "dtype_names", "shapes")}
 
-    async def tell(method: str, params: dict[str, Any]) -> None:
-        await client.ask(method, params, timeout_s=_COPY_S)
+    async def call(method: str, params: dict[str, Any]) -> None:
+        await client.send_call(method, params, timeout_s=_COPY_S)
 
-    await tell("pause", {"mode": "keep"})  # an update in place needs it
-    await tell("init_weight_transfer_engine", {"init_info": init})
-    await tell("start_weight_update", {})
-    await tell("update_weights", {"update_info": named})
-    await tell("finish_weight_update", {"weight_version": offer["version"]})
-    await tell("shutdown_weight_transfer_engine", {})
+    await call("pause", {"mode": "keep"})  # an update in place needs it
+    await call("init_weight_transfer_engine", {"init_info": init})
+    await call("start_weight_update", {})
+    await call("update_weights", {"update_info": named})
+    await call("finish_weight_update", {"weight_version": offer["version"]})
+    await call("shutdown_weight_transfer_engine", {})
     return int(offer["epoch"])
 
 
-async def look(sources: Sequence[EngineClient]) -> tuple[list[EngineClient], bool]:
+async def weights_to_give(sources: Sequence[EngineClient]) -> tuple[list[EngineClient], bool]:
     """Which of these have valid weights to give, and whether a trainer's update of any is under way. Raises
     EngineError."""
-    infos = await ask_all(sources, "weight_info", {}, _CALL_S)
+    infos = await call_all(sources, "weight_info", {}, _CALL_S)
     valid = [source for source, info in infos.items() if info["weights"] == "valid"]
     return valid, any(info["state"] in ("open", "receiving", "ready") for info in infos.values())

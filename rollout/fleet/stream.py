@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from rollout.fleet.errors import EngineError
 from rollout.messages import AddRequest
 from rollout.outputs import TokenOutput
 
-if TYPE_CHECKING:
-    from rollout.fleet.client import EngineClient
-    from rollout.fleet.errors import EngineError
-
 # A prompt token is this many times less work than an output token: it is computed in company.
 PROMPT_DISCOUNT = 4
+
+
+class StreamSource(Protocol):
+    """What a stream asks of the engine that serves it (see EngineClient)."""
+
+    def close_stream(self, stream: RequestStream) -> None:
+        """Forget a request, and abort it in the engine if it still runs there."""
+
+    def abort_choice(self, stream: RequestStream, index: int, work: int) -> None:
+        """End one choice of a request in the engine, with so much work left."""
 
 
 class RequestStream:
@@ -36,7 +43,7 @@ class RequestStream:
         self.error: EngineError | None = None
         self._wake = asyncio.Event()
 
-    def begin(self, client: EngineClient, engine_id: str) -> None:
+    def begin(self, client: StreamSource, engine_id: str) -> None:
         """All of it comes from this engine, which knows it by this id."""
         params, prompt = self.request.sampling_params, self.request.prompt_token_ids
         self.client, self.engine_id = client, engine_id

@@ -29,12 +29,12 @@ _GRACE_S = 0.5
 _UNDO_S = 30.0
 
 
-async def ask_all(
+async def call_all(
     clients: Sequence[EngineClient], method: str, params: Body, timeout_s: float
 ) -> dict[EngineClient, Body]:
     """The answers of those that live to give one, in order. Raises the first EngineError of an engine that lives, and
     where there is no answer at all."""
-    asked = [client.ask(method, params, timeout_s=timeout_s) for client in clients]
+    asked = [client.send_call(method, params, timeout_s=timeout_s) for client in clients]
     outcomes = await asyncio.gather(*asked, return_exceptions=True)
     answers = {client: outcome for client, outcome in zip(clients, outcomes, strict=True) if isinstance(outcome, dict)}
     for client, outcome in zip(clients, outcomes, strict=True):
@@ -78,12 +78,12 @@ class WeightCalls:
         if handler is not None:
             return await handler(params, timeout_s)
         async with self._flip:  # abort, shutdown
-            return first(await ask_all(self._living(), method, params, timeout_s))
+            return first(await call_all(self._living(), method, params, timeout_s))
 
     async def _init(self, params: Body, timeout_s: float) -> Body:
         async with self._flip:
             ranks = self._living()
-        joined = _lives(ranks)
+        joined = _incarnations(ranks)
         bodies = [params] * len(ranks)
         init = params.get("init_info")
         if len(ranks) > 1 and isinstance(init, dict) and init.get("backend") != "disk":
@@ -109,7 +109,7 @@ class WeightCalls:
     async def _start(self, params: Body, timeout_s: float) -> Body:
         async with self.turn:
             ranks = self._living()
-            if self._joined and self._joined != _lives(ranks):
+            if self._joined and self._joined != _incarnations(ranks):
                 raise EngineError(
                     "Engines have joined, left or restarted since init_weight_transfer_engine: call it again with a "
                     "fresh group, of the size that GET /get_world_size says plus the trainer",
@@ -138,7 +138,7 @@ class WeightCalls:
         """All are ready. One that dies now, or fails as none should, comes back with what the others have committed."""
         async with self._flip:
             ranks = self._living()
-            asked = [rank.ask("finish_weight_update", label, timeout_s=timeout_s) for rank in ranks]
+            asked = [rank.send_call("finish_weight_update", label, timeout_s=timeout_s) for rank in ranks]
             outcomes = await asyncio.gather(*asked, return_exceptions=True)
         committed = [outcome for outcome in outcomes if isinstance(outcome, dict)]
         for rank, outcome in zip(ranks, outcomes, strict=True):
@@ -147,23 +147,23 @@ class WeightCalls:
             if not committed:
                 raise outcome
             if rank.error is None:
-                rank.die(f"it did not commit with the others: {outcome}")
+                rank.fail(f"it did not commit with the others: {outcome}")
         return committed[0]
 
     async def _relabel(self, params: Body, timeout_s: float) -> Body:
         async with self.turn:
-            return first(await ask_all(self._living(), "update_weight_version", params, timeout_s))
+            return first(await call_all(self._living(), "update_weight_version", params, timeout_s))
 
     async def _info(self, params: Body, timeout_s: float) -> Body:
         ranks = self._living()
-        infos = await ask_all(ranks, "weight_info", params, timeout_s)
-        transfer = "none" if not self._joined else "joined" if self._joined == _lives(ranks) else "stale"
+        infos = await call_all(ranks, "weight_info", params, timeout_s)
+        transfer = "none" if not self._joined else "joined" if self._joined == _incarnations(ranks) else "stale"
         shown = ("weight_version", "epoch", "state", "weights")
         each = [{"rank": r.rank} | {key: i[key] for key in shown if key in i} for r, i in infos.items()]
         return first(infos) | {"transfer": transfer, "ranks": each}
 
     async def _check(self, params: Body, timeout_s: float) -> Body:
-        answers = await ask_all(self._living(), "weight_checker", params, timeout_s)
+        answers = await call_all(self._living(), "weight_checker", params, timeout_s)
         one, known = next(iter(answers.items()))
         for rank, answer in answers.items():
             if answer.get("checksums") != known.get("checksums"):
@@ -182,7 +182,7 @@ class WeightCalls:
         """The answers of all. Where only some fail, all are told to `undo` it, unless another trainer has taken over
         since. Raises the first failure."""
         inits = self._inits
-        asked = [rank.ask(method, body, timeout_s=timeout_s) for rank, body in zip(ranks, bodies, strict=True)]
+        asked = [rank.send_call(method, body, timeout_s=timeout_s) for rank, body in zip(ranks, bodies, strict=True)]
         tasks = [asyncio.ensure_future(answer) for answer in asked]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         _, late = await asyncio.wait(tasks, timeout=_GRACE_S)
@@ -191,7 +191,7 @@ class WeightCalls:
             return await asyncio.gather(*tasks)
         # Where all have failed it came out of order, and leaves what is under way alone.
         if len(failed) < len(ranks) and inits == self._inits:
-            undone = [rank.ask(undo, timeout_s=_UNDO_S) for rank in ranks if rank.error is None]
+            undone = [rank.send_call(undo, timeout_s=_UNDO_S) for rank in ranks if rank.error is None]
             await asyncio.gather(*undone, return_exceptions=True)
         for task in late:
             task.cancel()
@@ -203,5 +203,5 @@ class WeightCalls:
         raise failure
 
 
-def _lives(ranks: list[EngineClient]) -> frozenset[tuple[int, int]]:
-    return frozenset((rank.rank, rank.life) for rank in ranks)
+def _incarnations(ranks: list[EngineClient]) -> frozenset[tuple[int, int]]:
+    return frozenset((rank.rank, rank.incarnation) for rank in ranks)

@@ -17,9 +17,9 @@ import uvloop
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.client import run_engine
+from rollout.fleet.connection import EngineTarget
 from rollout.fleet.errors import EngineError
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.link import EngineTarget
 
 if TYPE_CHECKING:
     import uvicorn

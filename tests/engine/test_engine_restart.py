@@ -15,8 +15,8 @@ import torch
 
 from rollout.config import EngineConfig
 from rollout.fleet.client import EngineClient
+from rollout.fleet.connection import processes
 from rollout.fleet.errors import EngineError
-from rollout.fleet.link import processes
 from rollout.fleet.stream import RequestStream
 from rollout.launch import serve
 from rollout.messages import AddRequest
@@ -183,7 +183,7 @@ def test_with_a_snapshot_it_goes_on_from_the_last_commit(tmp_path: Path) -> None
 def test_what_a_successor_is_told_and_how_many_there_are(tmp_path: Path) -> None:
     async def lives() -> None:
         client = EngineClient(
-            EngineConfig(model=str(tmp_path)), connect=processes(crashing_engine.run_engine), restarts=3
+            EngineConfig(model=str(tmp_path)), start_engine=processes(crashing_engine.run_engine), restarts=3
         )
         client.start()
         try:
@@ -195,7 +195,7 @@ def test_what_a_successor_is_told_and_how_many_there_are(tmp_path: Path) -> None
             # The second life ended before it was told anything, and changed nothing of what is known.
             assert json.loads((tmp_path / "3").read_text())["state"] == five
             with pytest.raises(EngineError, match="life 3: push the weights"):
-                client.take(
+                client.submit(
                     RequestStream(AddRequest(request_id="", prompt_token_ids=[1], sampling_params=SamplingParams()))
                 )
             six = {"epoch": 6, "version": "six", "paused": False}

@@ -20,7 +20,7 @@ from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.client import run_engine
 from rollout.fleet.errors import EngineError
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.ray.link import RayEngines
+from rollout.fleet.ray.connection import RayEngines
 from rollout.launch import serve
 from rollout.server.main import listen
 from tests.support import fake_engine, server_harness, tiny_models
@@ -292,7 +292,7 @@ def test_a_cluster_without_room_says_what_it_has(cluster: RayCluster) -> None:
 
     async def start() -> None:
         engines = RayEngines(config, run_engine, placement_timeout_s=0.5)
-        fleet = Fleet(config, connect=engines)
+        fleet = Fleet(config, start_engine=engines)
         fleet.start()
         try:
             await fleet.wait_ready(30)

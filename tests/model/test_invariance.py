@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from rollout.config import EngineConfig
 from rollout.engine.process import run_engine
 from rollout.fleet.client import EngineClient
+from rollout.fleet.connection import processes
 from rollout.fleet.errors import EngineError
-from rollout.fleet.link import processes
 from rollout.kernels.attention.native_paged import NativeAttention
 from rollout.kernels.attention.torch_paged import TorchAttention
 from rollout.model.invariance import NotInvariantError
@@ -86,7 +86,7 @@ def run_spoiled_engine(config: EngineConfig, *addresses: Any, **kwargs: Any) -> 
 def test_the_server_refuses_to_start_and_says_why(llama: Path) -> None:
     async def start() -> None:
         config = EngineConfig(model=str(llama), dtype="float32", device="cpu", batch_invariant=True)
-        client = EngineClient(config, connect=processes(run_spoiled_engine))
+        client = EngineClient(config, start_engine=processes(run_spoiled_engine))
         client.start()
         try:
             await client.wait_ready(120)

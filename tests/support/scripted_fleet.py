@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout.config import EngineConfig
+from rollout.fleet.connection import OnFailure, OnMessage
 from rollout.fleet.fleet import Fleet
 from rollout.messages import (
     AbortRequests,
@@ -68,20 +69,20 @@ class Session:
 
 @dataclass
 class Script:
-    """One life of an engine, and the link to it: weights are a number, and so is every token that they sample.
+    """One life of an engine, and the connection to it: weights are a number, and so is every token that they sample.
 
     `dead`: it takes nothing and says nothing, and the server may not know yet. `refuses` are the calls that fail next.
     """
 
     rank: int
-    heard: Callable[[FromEngine], None]
-    failed: Callable[[str], None]
+    on_message: OnMessage
+    on_failure: OnFailure
     offers: list[tuple[Script, int]]
-    over: bool = False
+    ended: bool = False
     dead: bool = False
     ready: bool = False
     address: str = "127.0.0.1"
-    last_heard: float = 1e9
+    last_message_at: float = 1e9
     pid: int | None = None
     inbox: deque[ToEngine] = field(default_factory=deque)
     epoch: int = 0
@@ -98,14 +99,14 @@ class Script:
     def __post_init__(self) -> None:
         self._said = self._state()
 
-    # -- the link
+    # -- the connection
 
     def send(self, message: ToEngine) -> None:
         if not self.dead:  # else nobody will read it
             self.inbox.append(message)
 
     def end(self) -> None:
-        self.over = self.dead = True
+        self.ended = self.dead = True
 
     async def close(self, timeout_s: float) -> None:
         self.end()
@@ -117,7 +118,7 @@ class Script:
         if not (self.ready or self.dead):
             self.ready = True
             facts: Params = {"vocab_size": 99, "max_model_len": 99, "max_num_seqs": 9, "num_blocks": 9, "block_size": 9}
-            self.heard(EngineReady(dtype="float32", device="cpu", model_type="script", seconds={}, **facts))
+            self.on_message(EngineReady(dtype="float32", device="cpu", model_type="script", seconds={}, **facts))
 
     def deliver(self) -> None:
         """Take the next message, and answer it."""
@@ -166,8 +167,8 @@ class Script:
 
     def notice(self) -> None:
         """Let the server know of its death."""
-        if self.dead and not self.over:
-            self.failed("it was killed")
+        if self.dead and not self.ended:
+            self.on_failure("it was killed")
 
     # -- the engine
 
@@ -175,12 +176,12 @@ class Script:
         return EngineState(epoch=self.epoch, version=self.label, paused=self.paused)
 
     def _say(self, message: FromEngine) -> None:
-        if self.over:
+        if self.ended:
             return
         if (state := self._state()) != self._said:
             self._said = state
-            self.heard(state)
-        self.heard(message)
+            self.on_message(state)
+        self.on_message(message)
 
     def _drop(self) -> None:
         self.session = None
@@ -283,17 +284,21 @@ class ScriptedFleet:
         self.fails_to_start = False
         self._offers: list[tuple[Script, int]] = []
         self._ids = itertools.count()
-        self.fleet = Fleet(EngineConfig(model="script"), size=size, connect=self._connect, restarts=restarts)
+        self.fleet = Fleet(EngineConfig(model="script"), size=size, start_engine=self._start_engine, restarts=restarts)
         self.call_now(self.fleet.start)
         self.run(self.fleet.wait_ready(60))
 
-    def _connect(
-        self, rank: int, config: EngineConfig, heard: Callable[[FromEngine], None], failed: Callable[[str], None]
+    def _start_engine(
+        self,
+        rank: int,
+        config: EngineConfig,
+        on_message: OnMessage,
+        on_failure: OnFailure,
     ) -> Script:
         if self.fails_to_start:
             self.fails_to_start = False
             raise OSError("no more processes")
-        self.engines[rank] = Script(rank, heard, failed, self._offers)
+        self.engines[rank] = Script(rank, on_message, on_failure, self._offers)
         return self.engines[rank]
 
     def call_now(self, work: Callable[[], object]) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import uvicorn
 
 from rollout.config import EngineConfig, ServerConfig
+from rollout.fleet.connection import EngineTarget
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.link import EngineTarget
 from rollout.server.app import create_app
 from rollout.server.main import http_server
 from tests.support import fake_engine

@@ -9,7 +9,7 @@ import msgspec
 import ray.util
 
 from rollout.config import EngineConfig
-from rollout.fleet.link import EngineTarget, processes
+from rollout.fleet.connection import EngineTarget, processes
 from rollout.messages import EngineDied, FromEngine, ToEngine
 
 
@@ -28,13 +28,15 @@ class EngineActor:
 
     async def start(self, config: EngineConfig, target: EngineTarget) -> str:
         """Start the engine; returns the IP address of this node."""
-        self._link = processes(target)(0, config, self._heard, self._failed)  # Ray has chosen its devices
+        self._connection = processes(target)(
+            0, config, self._on_message, self._on_failure
+        )  # Ray has chosen its devices
         return str(ray.util.get_node_ip_address())
 
     async def send(self, messages: list[bytes]) -> None:
         """Pass these on to the engine, in order."""
         for message in messages:
-            self._link.send(self._decode(message))
+            self._connection.send(self._decode(message))
 
     async def receive(self, timeout_s: float) -> list[bytes]:
         """What the engine has sent since the last call; waits for something this long, then returns nothing."""
@@ -47,11 +49,11 @@ class EngineActor:
 
     async def stop(self, timeout_s: float) -> None:
         """End the engine: SIGTERM, then SIGKILL after the timeout."""
-        await self._link.close(timeout_s)
+        await self._connection.close(timeout_s)
 
-    def _heard(self, message: FromEngine) -> None:
+    def _on_message(self, message: FromEngine) -> None:
         self._outbox.append(self._encode(message))
         self._more.set()
 
-    def _failed(self, reason: str) -> None:
-        self._heard(EngineDied(reason))
+    def _on_failure(self, reason: str) -> None:
+        self._on_message(EngineDied(reason))

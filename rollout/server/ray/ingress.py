@@ -15,10 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.client import RESTART_WINDOW_S, run_engine
+from rollout.fleet.connection import EngineTarget
 from rollout.fleet.errors import EngineError
 from rollout.fleet.fleet import Fleet
-from rollout.fleet.link import EngineTarget
-from rollout.fleet.ray.link import RayEngines
+from rollout.fleet.ray.connection import RayEngines
 from rollout.server.app import create_app
 from rollout.server.auth import api_keys
 
@@ -50,7 +50,7 @@ class Ingress:
         self.engine = Fleet(
             engine_config,
             size=config.data_parallel_size,
-            connect=self.engines,
+            start_engine=self.engines,
             stall_timeout_s=config.engine_stall_timeout_s,
             start_timeout_s=RESTART_WINDOW_S + start_s,  # a successor may have to wait for a node first
             restarts=config.engine_restarts,

@@ -23,8 +23,8 @@ from ray.exceptions import RayError
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.client import run_engine
+from rollout.fleet.connection import EngineTarget
 from rollout.fleet.errors import EngineError
-from rollout.fleet.link import EngineTarget
 from rollout.server.main import listen
 from rollout.server.ray.ingress import LOGGING, build
 

@@ -25,17 +25,19 @@ from rollout.config import EngineConfig
 from rollout.messages import FromEngine, ToEngine
 
 EngineTarget = Callable[[EngineConfig, str, str], None]
+OnMessage = Callable[[FromEngine], None]
+OnFailure = Callable[[str], None]
 
 
-class Link(Protocol):
+class EngineConnection(Protocol):
     """One life of an engine: messages to it and from it, until it ends.
 
-    `last_heard` is the event loop's time of its last message. `address` is the host name or IP under which other
-    engines reach a socket that this one opens. After `end`, `over` is True and nothing is heard of it any more.
+    `last_message_at` is the event loop's time of its last message. `address` is the host name or IP under which other
+    engines reach a socket that this one opens. After `end`, `ended` is True and no message of it is delivered any more.
     """
 
-    over: bool
-    last_heard: float
+    ended: bool
+    last_message_at: float
     address: str
 
     @property
@@ -52,15 +54,19 @@ class Link(Protocol):
         """End it, by force after the timeout, and free what it took."""
 
 
-class Connect(Protocol):
+class EngineStarter(Protocol):
     """Starts an engine of this rank and configuration; returns at once. Needs a running event loop.
 
-    `heard` gets the engine's messages in order, `failed` the reason, once, when it is gone.
+    `on_message` gets the engine's messages in order, `on_failure` the reason, once, when it is gone.
     """
 
     def __call__(
-        self, rank: int, config: EngineConfig, heard: Callable[[FromEngine], None], failed: Callable[[str], None]
-    ) -> Link:
+        self,
+        rank: int,
+        config: EngineConfig,
+        on_message: OnMessage,
+        on_failure: OnFailure,
+    ) -> EngineConnection:
         """Start it."""
 
 
@@ -69,14 +75,12 @@ _LAST_WORDS_S = 0.3
 _CONNECTED_S = 0.02
 
 
-def processes(target: EngineTarget) -> Connect:
+def processes(target: EngineTarget) -> EngineStarter:
     """Engines as processes of this machine that run `target`, a picklable function of (config, address to receive
     from, address to send to). Each rank sees CUDA devices of its own."""
 
-    def connect(
-        rank: int, config: EngineConfig, heard: Callable[[FromEngine], None], failed: Callable[[str], None]
-    ) -> Link:
-        return EngineLink(f"engine {rank}", partial(_on_devices, target, rank), config, heard, failed)
+    def connect(rank: int, config: EngineConfig, on_message: OnMessage, on_failure: OnFailure) -> EngineConnection:
+        return ProcessConnection(f"engine {rank}", partial(_on_devices, target, rank), config, on_message, on_failure)
 
     return connect
 
@@ -95,10 +99,10 @@ def _child(target: EngineTarget, config: EngineConfig, to_engine: str, from_engi
     target(config, to_engine, from_engine)
 
 
-class EngineLink:
-    """A process, spawned at once. A successor gets a link, and sockets, of its own.
+class ProcessConnection:
+    """A process, spawned at once. A successor gets a connection, and sockets, of its own.
 
-    `failed` is told when the process exits or sends what can't be read.
+    `on_failure` is told when the process exits or sends what can't be read.
     """
 
     address = "127.0.0.1"
@@ -108,13 +112,13 @@ class EngineLink:
         name: str,
         target: EngineTarget,
         config: EngineConfig,
-        heard: Callable[[FromEngine], None],
-        failed: Callable[[str], None],
+        on_message: OnMessage,
+        on_failure: OnFailure,
     ) -> None:
-        self._heard, self._failed = heard, failed
+        self._on_message, self._on_failure = on_message, on_failure
         self._loop = asyncio.get_running_loop()
-        self.last_heard = self._loop.time()
-        self.over = False
+        self.last_message_at = self._loop.time()
+        self.ended = False
         self._encoder = msgspec.msgpack.Encoder()
         self._unsent: deque[bytes] = deque()
         self._folder = tempfile.mkdtemp(prefix="rollout-")  # mode 0700: no one else may speak to the engine
@@ -145,7 +149,7 @@ class EngineLink:
             self._send()
 
     def _send(self) -> None:
-        while self._unsent and not self.over:
+        while self._unsent and not self.ended:
             try:
                 self._to_engine.send(self._unsent[0], zmq.NOBLOCK)
             except zmq.Again:  # it may have spoken before its other socket was connected
@@ -155,8 +159,8 @@ class EngineLink:
 
     def end(self) -> None:
         """Ask the process to end, and take no more notice of it."""
-        if not self.over:
-            self.over = True
+        if not self.ended:
+            self.ended = True
             self._loop.remove_reader(self.process.sentinel)
             self._receiving.cancel()
             self.process.terminate()
@@ -185,15 +189,15 @@ class EngineLink:
             try:
                 while True:
                     data = await self._from_engine.recv()
-                    self.last_heard = self._loop.time()
-                    self._heard(decoder.decode(data))
+                    self.last_message_at = self._loop.time()
+                    self._on_message(decoder.decode(data))
             except msgspec.MsgspecError as error:
-                self._failed(f"the engine sent a message of the wrong form: {error}")
+                self._on_failure(f"the engine sent a message of the wrong form: {error}")
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self.process.sentinel)
         self._loop.call_later(_LAST_WORDS_S, self._report_exit)
 
     def _report_exit(self) -> None:
-        if not self.over:
-            self._failed(f"it exited with code {self.process.exitcode}")
+        if not self.ended:
+            self._on_failure(f"it exited with code {self.process.exitcode}")

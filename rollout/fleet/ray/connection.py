@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout.config import EngineConfig
-from rollout.fleet.link import EngineTarget
+from rollout.fleet.connection import EngineTarget, OnFailure, OnMessage
 from rollout.fleet.ray.actor import EngineActor
 from rollout.fleet.ray.placement import Places
 from rollout.messages import FromEngine, ToEngine
@@ -30,24 +29,28 @@ _UNAVAILABLE_S = 2.0
 
 
 class RayEngines:
-    """Starts engines on a cluster: a Connect. `close` it after its links."""
+    """Starts engines on a cluster: an EngineStarter. `close` it after its links."""
 
     def __init__(self, config: EngineConfig, target: EngineTarget, *, placement_timeout_s: float) -> None:
         self._target = target
         self._places = Places(config, placement_timeout_s)
 
     def __call__(
-        self, rank: int, config: EngineConfig, heard: Callable[[FromEngine], None], failed: Callable[[str], None]
-    ) -> RayLink:
+        self,
+        rank: int,
+        config: EngineConfig,
+        on_message: OnMessage,
+        on_failure: OnFailure,
+    ) -> RayConnection:
         """Place and start an engine; returns at once."""
-        return RayLink(rank, self._places, self._target, config, heard, failed)
+        return RayConnection(rank, self._places, self._target, config, on_message, on_failure)
 
     def close(self) -> None:
         """Give the places of all ranks back to Ray."""
         self._places.give_back()
 
 
-class RayLink:
+class RayConnection:
     """One life of an actor. Ray says when it is gone, with its process or its node, and has placed it.
 
     Ray doesn't restart the actor by itself: a successor needs the weights of the others first, so it is the fleet that
@@ -63,14 +66,14 @@ class RayLink:
         places: Places,
         target: EngineTarget,
         config: EngineConfig,
-        heard: Callable[[FromEngine], None],
-        failed: Callable[[str], None],
+        on_message: OnMessage,
+        on_failure: OnFailure,
     ) -> None:
         self._rank, self._places = rank, places
-        self._heard, self._failed = heard, failed
+        self._on_message, self._on_failure = on_message, on_failure
         self._loop = asyncio.get_running_loop()
-        self.last_heard = self._loop.time()
-        self.over = False
+        self.last_message_at = self._loop.time()
+        self.ended = False
         self._encode = msgspec.msgpack.Encoder().encode
         self._outbox: list[bytes] = []
         self._more = asyncio.Event()
@@ -86,8 +89,8 @@ class RayLink:
 
     def end(self) -> None:
         """Ask the engine to end, and take no more notice of it."""
-        if not self.over:
-            self.over = True
+        if not self.ended:
+            self.ended = True
             self._running.cancel()
             if self._actor is not None:
                 self._stopped = self._actor.stop.remote(_STOP_S)
@@ -114,8 +117,8 @@ class RayLink:
             await self._pass_on(self._actor)
         except Exception as error:
             reason = await self._why(error)
-            if not self.over:
-                self._failed(reason)
+            if not self.ended:
+                self._on_failure(reason)
 
     async def _start(self, target: EngineTarget, config: EngineConfig) -> Any:
         if "GPU" not in self._places.bundle:
@@ -158,11 +161,11 @@ class RayLink:
 
     async def _receive_all(self, actor: Any) -> None:
         decode = msgspec.msgpack.Decoder(FromEngine).decode
-        while not self.over:
+        while not self.ended:
             for message in await actor.receive.remote(_POLL_S):
-                self.last_heard = self._loop.time()
-                self._heard(decode(message))
-                if self.over:  # it was its last word
+                self.last_message_at = self._loop.time()
+                self._on_message(decode(message))
+                if self.ended:  # it was its last word
                     return
 
     async def _why(self, error: Exception) -> str:
