@@ -142,7 +142,7 @@ def prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> Any:
 
 def mean(key: str, steps: list[dict[str, Any]]) -> float:
     """Over steps."""
-    return sum(step[key] for step in steps) / len(steps)
+    return float(sum(step[key] for step in steps) / len(steps))
 
 
 def plot(steps: list[dict[str, Any]], path: Path) -> None:

@@ -6,15 +6,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from trainer_bridge.client import AsyncRolloutClient, RolloutClient, RolloutError
+from trainer_bridge.push.control import WeightPushError
 
 if TYPE_CHECKING:
-    from trainer_bridge.push.sender import WeightPushError, WeightSender
+    from trainer_bridge.push.sender import WeightSender
 
 __all__ = ["AsyncRolloutClient", "RolloutClient", "RolloutError", "WeightPushError", "WeightSender"]
 
 
 def __getattr__(name: str) -> Any:
     """The sender on first use: it imports torch, which a client that only generates does without."""
-    if name in ("WeightPushError", "WeightSender"):
-        return getattr(importlib.import_module("trainer_bridge.push.sender"), name)
+    if name == "WeightSender":
+        return importlib.import_module("trainer_bridge.push.sender").WeightSender
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,14 +25,16 @@ def engine_config(model: Path, flags: Sequence[str]) -> EngineConfig:
     """
 
     def parse(**values: Any) -> EngineConfig:
-        return config_from(EngineConfig, values)
+        config: EngineConfig = config_from(EngineConfig, values)
+        return config
 
     parameters = flags_of(EngineConfig)
     parse.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     parse.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     app = typer.Typer(add_completion=False)
     app.command(add_help_option=False)(parse)
-    return get_command(app).main([str(model), *flags], standalone_mode=False)
+    config: EngineConfig = get_command(app).main([str(model), *flags], standalone_mode=False)
+    return config
 
 
 def run(engine: Engine, load: Load, prompts: Sequence[list[int]], step: Callable[[], Any] | None = None) -> int:

@@ -21,7 +21,8 @@ from rollout.kernels.attention.base import RaggedBatch
 from rollout.messages import AbortRequests, AddRequest, EngineState
 from rollout.model.runner import ModelRunner
 from rollout.outputs import FinishReason, TokenLogprob, TokenOutput
-from rollout.sampling.sampler import SampledToken, Sampler, SamplingRow
+from rollout.sampling.filters import SamplingRow
+from rollout.sampling.sampler import SampledToken, Sampler
 from rollout.weights.snapshot import SnapshotKeeper, resume
 from rollout.weights.store import WeightStore
 from rollout.weights.updater import WeightUpdater

@@ -94,14 +94,15 @@ def fuse_norms(model: nn.Module) -> None:
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             fused = _norm(module)
             if fused is not None and _same(module.forward, fused, module.weight):  # type: ignore[arg-type]
-                module.forward = fused  # type: ignore[method-assign, assignment]
+                module.forward = fused
 
 
 def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     width, suffix = _vector_width(), SUFFIXES.get(module.weight.dtype)  # type: ignore[arg-type]
     if width is None or suffix is None or module.weight.device.type != "cpu":  # type: ignore[union-attr]
         return None
-    stock, epsilon = module.forward, module.variance_epsilon
+    stock: Callable[[Tensor], Tensor] = module.forward
+    epsilon = module.variance_epsilon
 
     def forward(x: Tensor) -> Tensor:
         weight: Tensor = module.weight  # type: ignore[assignment]
@@ -186,7 +187,8 @@ def fuse_gates(model: nn.Module) -> None:
 def _gated(module: Any) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         gate = module.gate_proj(x)
-        return module.down_proj(module.act_fn(gate, module.up_proj(x)))
+        output: Tensor = module.down_proj(module.act_fn(gate, module.up_proj(x)))
+        return output
 
     return forward
 

@@ -50,14 +50,15 @@ def resolve_device(config: EngineConfig) -> torch.device:
 def cpu_multiplies_bf16() -> bool:
     """True where matrix products in bfloat16 are at least as fast as in float32 on this CPU."""
     if platform.machine() in ("x86_64", "AMD64"):
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def resolve_dtype(config: EngineConfig, model_config: PretrainedConfig, device: torch.device) -> torch.dtype:
     """The dtype of the parameters: the one asked for, or the checkpoint's where the device is fast in it."""
     if config.dtype != "auto":
-        return getattr(torch, config.dtype)
+        asked: torch.dtype = getattr(torch, config.dtype)
+        return asked
     dtype = getattr(model_config.get_text_config(), "dtype", None) or torch.float32
     if device.type == "cpu" and dtype is not torch.float32:
         return torch.bfloat16 if cpu_multiplies_bf16() else torch.float32
@@ -94,7 +95,8 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
     if config.tensor_parallel_size > 1:
         from rollout.model.sharding import load_share
 
-        return load_share(config, path, model_config, dtype).eval().requires_grad_(False)
+        model = load_share(config, path, model_config, dtype)
+        return model.eval().requires_grad_(False)
     if config.load_format == "dummy":
         torch.manual_seed(config.seed or 0)
         with torch.device(device):

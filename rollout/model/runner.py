@@ -168,7 +168,8 @@ class ModelRunner:
             output = self.model(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=head_rows
             )
-        return output.logits[0]
+        logits: Tensor = output.logits[0]
+        return logits
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:

@@ -48,7 +48,8 @@ def load_share(config: EngineConfig, path: str, model_config: PretrainedConfig, 
         return AutoModelForCausalLM.from_pretrained(path, **options)
     torch.manual_seed(config.seed or 0)
     whole = AutoModelForCausalLM.from_config(model_config, dtype=dtype)
-    return type(whole).from_pretrained(None, state_dict=whole.state_dict(), **options)
+    share: PreTrainedModel = type(whole).from_pretrained(None, state_dict=whole.state_dict(), **options)
+    return share
 
 
 def least(number: int, device: torch.device) -> int:

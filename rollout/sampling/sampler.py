@@ -190,7 +190,8 @@ def uniforms(rows: Sequence[SamplingRow]) -> np.ndarray:
     samples = np.array([row.sample_index for row in rows], dtype=np.uint64)
     zero = np.zeros_like(seeds)
     words = philox4x32(np.stack([positions, zero, samples, zero]), np.stack([seeds & 0xFFFFFFFF, seeds >> 32]))
-    return ((words[1] << 32 | words[0]) >> 11).astype(np.float64) * 2.0**-53
+    mantissas: np.ndarray = (words[1] << 32 | words[0]) >> 11
+    return mantissas.astype(np.float64) * 2.0**-53
 
 
 def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:

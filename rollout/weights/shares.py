@@ -33,7 +33,8 @@ class Share:
 
     def take(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's share of a tensor of the parameter's whole shape; it may be a view."""
-        return self._operation.shard_tensor(whole)
+        share: torch.Tensor = self._operation.shard_tensor(whole)
+        return share
 
     def whole(self, share: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """The whole tensor, on the CPU. All ranks of the (gloo) mesh call it together, in one order."""

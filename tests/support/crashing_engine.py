@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
@@ -26,7 +27,7 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
     inbox.connect(to_engine)
     outbox.connect(from_engine)
     encode, decode = msgspec.msgpack.Encoder().encode, msgspec.msgpack.Decoder(ToEngine).decode
-    facts = {"vocab_size": 9, "max_model_len": 9, "max_num_seqs": 9, "num_blocks": 9, "block_size": 9}
+    facts: dict[str, Any] = {"vocab_size": 9, "max_model_len": 9, "max_num_seqs": 9, "num_blocks": 9, "block_size": 9}
     outbox.send(encode(EngineReady(**facts, dtype="float32", device="cpu", model_type="none", seconds={})))
     while inbox.poll(60_000):
         call = decode(inbox.recv())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from rollout.launch import serve
 from tests.support import tiny_models
@@ -77,7 +78,7 @@ class FleetServer:
         assert self.client.post("/weight_checker", {"action": "checksum"})["checksums"]
 
 
-def check_greedy(choice: Choice, model: torch.nn.Module, length: int = 50) -> None:
+def check_greedy(choice: Choice, model: PreTrainedModel, length: int = 50) -> None:
     """Ids and logprobs against transformers' own forward pass."""
     assert choice.token_ids == teacher_forced(model, prompt(length), choice.token_ids).argmax(-1).tolist()
     expected = single(model, prompt(length), choice.token_ids)

@@ -43,7 +43,7 @@ def foreign_server(
             pass
 
         def do_GET(self) -> None:
-            answers = {
+            answers: dict[str, Any] = {
                 "/health": {},
                 "/version": {"version": "0.0-foreign"},
                 "/v1/models": {"data": [{"id": "foreign", "root": root, "max_model_len": limit}]},

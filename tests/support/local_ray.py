@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,7 +70,7 @@ def ray_cluster(nodes: int) -> Iterator[RayCluster]:
     with mock.patch.dict(os.environ, _SETTINGS):
         cluster = RayCluster(nodes)
         try:
-            ray.init(cluster.address, logging_level="ERROR", log_to_driver=False)
+            ray.init(cluster.address, logging_level=logging.ERROR, log_to_driver=False)
             with mock.patch.dict(os.environ, {"RAY_ADDRESS": cluster.address}):
                 yield cluster
         finally:

@@ -61,4 +61,5 @@ def assert_moved(models: Models, prompt: list[int], output: list[int], spans: Se
 
 
 def _feed(model: PreTrainedModel, tokens: list[int], cache: DynamicCache) -> Tensor:
-    return model(torch.tensor([tokens]), None, None, cache).logits[0].float()  # its keyword has had two names
+    logits: Tensor = model(torch.tensor([tokens]), None, None, cache).logits[0]  # its keyword has had two names
+    return logits.float()

@@ -36,7 +36,8 @@ def _loaded(model: Path) -> tuple[Any, Any]:
 def chat_prompt(model: Path, messages: list[dict[str, str]]) -> list[int]:
     """The ids of a chat."""
     _, tokenizer = _loaded(model)
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    ids: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    return ids
 
 
 @torch.inference_mode()

@@ -14,9 +14,9 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from tests.support import tiny_models
 from trainer_bridge.push import sender as sending
-from trainer_bridge.push.control import ServerControl
+from trainer_bridge.push.control import ServerControl, WeightPushError
 from trainer_bridge.push.group import TrainerGroup
-from trainer_bridge.push.sender import WeightPushError, WeightSender
+from trainer_bridge.push.sender import WeightSender
 
 TIMEOUT_S = 2.0
 """What these trainers ask for: the longest that a server waits for one of them."""
@@ -25,10 +25,10 @@ TIMEOUT_S = 2.0
 @torch.no_grad()
 def weights(seed: int) -> PreTrainedModel:
     """A model of 6 MB, more than sockets hold, whose other seeds are unrelated to it."""
-    config = tiny_models.config("llama")
+    config: Any = tiny_models.config("llama")
     config.intermediate_size = 2560
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(config).eval()
+    model: PreTrainedModel = LlamaForCausalLM(config).eval()
     for parameter in model.parameters():
         if parameter.ndim == 2:
             parameter.normal_(std=1.5 / parameter.shape[-1] ** 0.5)
@@ -68,7 +68,8 @@ def trainer(url: str, seed: int, point: str, packed: int, parent: Connection) ->
         broadcasts += 1
         broadcast(self, *arguments)
 
-    ServerControl.call, TrainerGroup.broadcast = halting_call, halting_broadcast  # type: ignore[method-assign]
+    ServerControl.call = halting_call  # type: ignore[method-assign]
+    TrainerGroup.broadcast = halting_broadcast  # type: ignore[method-assign, assignment]
     sending.PACKED_BUFFER_BYTES = (6 << 20) // max(1, packed)
     try:
         with WeightSender.connect(url, weights(seed), packed=bool(packed), timeout_s=TIMEOUT_S) as sender:

@@ -35,10 +35,10 @@ def tokenizer() -> Any:
 @contextlib.contextmanager
 def text_server(**config: Any) -> Iterator[RunningServer]:
     """Serve as `smol` with masks on, and these fields of ServerConfig."""
-    fields = {"served_model_name": "smol", "enable_scale_out": True, "return_sampling_mask": True} | config
+    fields: dict[str, Any] = {"served_model_name": "smol", "enable_scale_out": True, "return_sampling_mask": True}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer().save_pretrained(folder)
-        with running_server(ServerConfig(**fields), model=folder) as running:
+        with running_server(ServerConfig(**fields | config), model=folder) as running:
             yield running
 
 

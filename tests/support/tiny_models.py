@@ -70,7 +70,7 @@ def config(name: str) -> PreTrainedConfig:
 @torch.no_grad()
 def model(name: str, seed: int = 0) -> PreTrainedModel:
     """The tiny model `name`, in float32 and eval mode; another seed gives unrelated weights (a far push)."""
-    model = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config(name), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():  # each tensor once: parameters() skips the tied head
         noise = torch.randn(parameter.shape, generator=generator)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wandb.proto.wandb_internal_pb2 import Record
+from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # protobuf makes it at import
 
 BLOCK, FRAGMENT, HEADER = 32 << 10, 7, 7
 FIRST_OR_MIDDLE = (2, 3)

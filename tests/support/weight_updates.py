@@ -39,7 +39,9 @@ _SIZES: dict[str, Any] = {
 
 def llama(seed: int, *, tied: bool = False, dtype: torch.dtype = torch.float32, **sizes: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**_SIZES | sizes, tie_word_embeddings=tied)).to(dtype)
+    model: Any = LlamaForCausalLM(LlamaConfig(**_SIZES | sizes, tie_word_embeddings=tied))
+    made: PreTrainedModel = model.to(dtype)
+    return made
 
 
 def qwen3_moe(seed: int) -> PreTrainedModel:
@@ -58,7 +60,7 @@ MOE = {"qwen3_moe": qwen3_moe, "mixtral": mixtral}
 def saved_tensors(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
     """What save_pretrained writes: the reference for checkpoint names and their contents."""
     model.save_pretrained(folder)
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
@@ -149,7 +151,8 @@ class UpdaterServer:
             def _answer(self, params: dict[str, Any]) -> None:
                 method = self.path.strip("/")
                 server.bodies.append((method, params))
-                status, body = 200, {"world_size": 1}
+                status = 200
+                body: dict[str, Any] = {"world_size": 1}
                 if method != "get_world_size":
                     try:
                         body = server.updater.call(method, params).result(60)

@@ -16,7 +16,7 @@ count the pushes as TRL counts its model versions, so that each token says which
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ def log_gap(trainer: AsyncGRPOTrainer) -> None:
     latest: list[torch.Tensor] = []
     assert trainer.model is not None
     trainer.model.register_forward_hook(lambda module, inputs, output: latest.append(output.log_probs.detach()))
-    compute_loss = trainer.compute_loss
+    compute_loss: Callable[..., Any] = trainer.compute_loss
 
     def measured(model: Any, inputs: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         latest.clear()

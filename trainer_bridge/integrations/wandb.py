@@ -106,15 +106,15 @@ def coloured_html(choice: Choice, decode: Callable[[Sequence[int]], str]) -> str
 
 def workspace(entity: str, project: str) -> Any:
     """The layout as a saved view of a project, which `.save()` uploads; needs the package wandb-workspaces."""
-    import wandb_workspaces.reports.v2 as reports
     import wandb_workspaces.workspaces as workspaces
+    from wandb_workspaces.reports.v2.interface import LinePlot, MediaBrowser
 
     sections = []
     for title, panels in LAYOUT.items():
         plots: list[Any] = [
-            reports.LinePlot(title=f"{panel.title} ({panel.unit})", x=STEP, y=list(panel.metrics)) for panel in panels
+            LinePlot(title=f"{panel.title} ({panel.unit})", x=STEP, y=list(panel.metrics)) for panel in panels
         ]
         sections.append(workspaces.Section(name=title, is_open=True, panels=plots))
-    table = reports.MediaBrowser(media_keys=[SAMPLES])
+    table = MediaBrowser(media_keys=[SAMPLES])
     sections.append(workspaces.Section(name="Samples", is_open=True, panels=[table]))
     return workspaces.Workspace(entity=entity, project=project, name="rollout", sections=sections)

@@ -39,7 +39,8 @@ class Record:
     @property
     def seed(self) -> int | None:
         """Of the request; None for a greedy one."""
-        return self.request["sampling_params"].get("seed")
+        seed: int | None = self.request["sampling_params"].get("seed")
+        return seed
 
 
 @dataclass(frozen=True)

@@ -63,14 +63,13 @@ class Publisher:
                         self._client, self._model, timeout_s=self._timeout_s, force=True
                     )
                 pushed = self._sender.push(version=f"step-{step}")
-                break
+                self._step, self._steps[pushed.version] = step, step
+                return pushed
             except WeightPushError as error:
                 refused = isinstance(error, RefusedError) and error.status < 500 and error.status != 409
                 if refused or time.monotonic() > deadline:
                     raise
             time.sleep(_RETRY_S)
-        self._step, self._steps[pushed.version] = step, step
-        return pushed
 
     def restore(self) -> bool:
         """Push again if the server is there but has other weights than those published last; whether it had."""

@@ -52,10 +52,10 @@ class Baseline:
                 changed = replace(info, count=int(differs.sum()))
                 budget -= changed.nbytes
                 dense = budget < 0
-            if not dense:
-                indices = differs.nonzero().view(-1)
-                announced.append(changed)
-                payloads.append(torch.cat([_bytes(indices.to(changed.index_dtype)), _bytes(new[indices])]))
+                if not dense:
+                    indices = differs.nonzero().view(-1)
+                    announced.append(changed)
+                    payloads.append(torch.cat([_bytes(indices.to(changed.index_dtype)), _bytes(new[indices])]))
             old.copy_(new)
         self._copy = kept
         return None if dense else (announced, payloads)

@@ -85,7 +85,7 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
         output.logits = output.logits[:, : len(keep)]
         return output
 
-    model.forward = forward  # type: ignore[method-assign]
+    model.forward = forward
     return model
 
 
@@ -187,7 +187,7 @@ def _attend(
     batch, heads, length, dim = query.shape
     kv_heads = key.shape[1]
     logits = query.new_empty(0) if sinks is None else sinks
-    output = _ChunkedAttention.apply(
+    output: Tensor = _ChunkedAttention.apply(
         query.reshape(batch * kv_heads, heads // kv_heads, length, dim),
         key.flatten(0, 1),
         value.flatten(0, 1),
@@ -205,7 +205,8 @@ def _product(layer: nn.Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]
     def forward(x: Tensor) -> Tensor:
         biases = [] if layer.bias is None else [layer.bias.detach()]
         packed = PackedWeight.of([layer.weight.detach()], biases)
-        return _Product.apply(x, layer.weight, layer.bias, packed, dtype)
+        output: Tensor = _Product.apply(x, layer.weight, layer.bias, packed, dtype)
+        return output
 
     return forward
 

@@ -104,7 +104,8 @@ class Places:
         if target is not None:
             self._nodes[rank] = target
         name = f"rollout engine {rank}"
-        return placement_group([self.bundle], "STRICT_PACK", name=name, _soft_target_node_id=target)
+        group: PlacementGroup = placement_group([self.bundle], "STRICT_PACK", name=name, _soft_target_node_id=target)
+        return group
 
     def _what_there_is(self) -> str:
         free = ray.available_resources()

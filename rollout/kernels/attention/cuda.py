@@ -128,7 +128,7 @@ class TritonAttention(AttentionBackend):
         self.values[layer].flatten(0, 1).index_copy_(0, slots, value.transpose(0, 1))
 
     def _attend(self, layer: int, query: Tensor, params: AttentionParams) -> Tensor:
-        return self._paged_attention(
+        output: Tensor = self._paged_attention(
             query,
             self.keys[layer],
             self.values[layer],
@@ -141,6 +141,7 @@ class TritonAttention(AttentionBackend):
             has_decodes=self._has_decodes,
             has_chunks=self._max_query_len > 1,
         )
+        return output
 
 
 class FlashAttention(TritonAttention):
@@ -184,10 +185,11 @@ class FlashAttention(TritonAttention):
         keys, values = self.keys[layer], self.values[layer]
         if self._max_query_len == 1:
             context_lens = self.step.context_lens[: self._num_seqs]
-            return self._flash.flash_attn_with_kvcache(
+            decoded: Tensor = self._flash.flash_attn_with_kvcache(
                 query[:, None], keys, values, cache_seqlens=context_lens, **common
             ).squeeze(1)
-        return self._flash.flash_attn_varlen_func(
+            return decoded
+        output: Tensor = self._flash.flash_attn_varlen_func(
             query,
             keys,
             values,
@@ -197,6 +199,7 @@ class FlashAttention(TritonAttention):
             max_seqlen_k=self._max_context,
             **common,
         )
+        return output
 
 
 def choose(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from msgspec import UNSET
+
 from rollout.outputs import FinishReason, TokenLogprob
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.answers.text_answers import chat_logprobs, completion_logprobs, names_by_id
@@ -37,7 +39,7 @@ from rollout.server.wire.render import (
     GeneratedLogprobs,
     GenerateTokensResponse,
 )
-from rollout.server.wire.tokens import UNSET, TextLogprobs, Usage
+from rollout.server.wire.tokens import TextLogprobs, Usage
 
 
 class Derenderer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import UNSET
 from starlette.datastructures import Headers
 
 from rollout.outputs import TokenLogprob
@@ -15,7 +16,7 @@ from rollout.server.generation import Delta, Generation, prepare
 from rollout.server.text.detokenizer import Vocabulary
 from rollout.server.wire.openai_answers import CompletionLogprobs
 from rollout.server.wire.openai_requests import OpenAIRequest
-from rollout.server.wire.tokens import UNSET, TextLogprobs, Usage
+from rollout.server.wire.tokens import TextLogprobs, Usage
 
 
 def check(server: Server, body: OpenAIRequest) -> None:

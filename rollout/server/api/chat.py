@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter, Depends, Request, Response
+from msgspec import UNSET
 
 from rollout.server.answers.choices import encode_json, prompt_logprobs
 from rollout.server.answers.text_answers import (
@@ -32,7 +33,7 @@ from rollout.server.wire.openai_answers import (
     MessageDelta,
 )
 from rollout.server.wire.openai_requests import ChatCompletionRequest
-from rollout.server.wire.tokens import UNSET, TextLogprobs
+from rollout.server.wire.tokens import TextLogprobs
 
 router = APIRouter(dependencies=[Depends(require_json)])
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
+from msgspec import UNSET
 from starlette.datastructures import Headers
 
 from rollout.outputs import FinishReason
@@ -38,7 +39,7 @@ from rollout.server.wire.openai_answers import (
     CompletionResponse,
 )
 from rollout.server.wire.openai_requests import CompletionRequest
-from rollout.server.wire.tokens import UNSET, Usage
+from rollout.server.wire.tokens import Usage
 
 router = APIRouter(dependencies=[Depends(require_json)])
 

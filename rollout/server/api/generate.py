@@ -7,13 +7,13 @@ from collections.abc import AsyncGenerator
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Depends, Request, Response
+from msgspec import UNSET
 
 from rollout.server.answers.choices import encode_json, prompt_logprobs, text_choice, token_choice
 from rollout.server.context import Server, ServerDep, require_json
 from rollout.server.generation import Delta, EventStream, Generation, answer, prepare, require_vocabulary, sse
 from rollout.server.wire.errors import ApiError
 from rollout.server.wire.tokens import (
-    UNSET,
     Choice,
     GenerateChunk,
     GenerateRequest,
@@ -120,7 +120,7 @@ async def stream_events(server: Server, body: GenerateRequest, generation: Gener
     if with_usage:
         usage = _usage(generation)
         usage.prompt_tokens_details = usage.completion_tokens_details = UNSET
-        totals: GenerateChunk = GenerateChunk(
+        totals: GenerateChunk[object] = GenerateChunk(
             request_id=generation.request_id, usage=usage, output_mode=body.output_mode, choices=[]
         )
         yield sse(encode_json(totals))

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
+from msgspec import UNSET
 
 from rollout.server.answers.choices import encode_json
 from rollout.server.answers.text_answers import admit, chat_logprobs, check, extras, names_by_id, routing
@@ -29,7 +30,6 @@ from rollout.server.wire.anthropic import (
     stop_reason,
 )
 from rollout.server.wire.errors import ApiError
-from rollout.server.wire.tokens import UNSET
 
 router = APIRouter(dependencies=[Depends(require_json)])
 

@@ -65,7 +65,9 @@ class Vocabulary:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._fast = getattr(tokenizer, "backend_tokenizer", None)
-        self.added = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
+        self.added: dict[int, str] = {
+            token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()
+        }
         special = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.special_ids = frozenset(special.union(tokenizer.all_special_ids))
         self.bytes_of = _Bytes(tokenizer)

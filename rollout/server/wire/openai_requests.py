@@ -46,7 +46,7 @@ _FIELDS: dict[str, Any] = {name: (kind | None, None) for name, kind in _TYPES.it
 _Shared: Any = create_model("_Shared", __base__=Body, **_FIELDS)
 
 
-class OpenAIRequest(_Shared):
+class OpenAIRequest(_Shared):  # type: ignore[misc]  # the base is made from SamplingParams
     """What both kinds of completion take: every sampling parameter, and what the answer shall carry."""
 
     model_config = ConfigDict(extra="allow")  # only to see what `check` refuses
