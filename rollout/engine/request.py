@@ -40,7 +40,8 @@ class Sequence:
     `kv_epoch` is the weight epoch that computed every one of these positions, None where it was more than one.
     `prefix_node` names the last of the `num_registered` full blocks found or entered in the prefix cache. `siblings`
     are the request's other sequences, as long as they wait for this one to compute their common prompt. `tokens_of`
-    counts the tokens that each weight epoch sampled. The routing of the first `num_routed` tokens has been delivered.
+    counts the tokens that each weight epoch sampled. `prefill_len` is how many tokens it had when it was admitted last.
+    The routing of the first `num_routed` tokens has been delivered.
     """
 
     request: Request
@@ -48,6 +49,7 @@ class Sequence:
     token_ids: list[int]
     block_table: list[int] = field(default_factory=list)
     num_computed: int = 0
+    prefill_len: int = 0
     kv_epoch: int | None = None
     prefix_node: int | tuple[int, str | None] | None = None
     num_registered: int = 0
@@ -71,6 +73,11 @@ class Sequence:
     @property
     def num_to_compute(self) -> int:
         return len(self.token_ids) - self.num_computed
+
+    @property
+    def prefills(self) -> bool:
+        """True from its admission until it samples, also where it computes again what it had computed before."""
+        return self.num_computed < self.prefill_len
 
     @property
     def kv_state(self) -> KVState:

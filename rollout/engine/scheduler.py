@@ -98,7 +98,7 @@ class Scheduler:
         """
         self.epoch = epoch
         for sequence in list(self.running):
-            if policy == "recompute" or sequence.num_to_compute > 1 or not sequence.output_len:
+            if policy == "recompute" or sequence.prefills:
                 self.counters["recomputed_sequences"] += 1
                 self._requeue(sequence)
             else:
@@ -192,6 +192,7 @@ class Scheduler:
             sequence.block_table = [cached.block for cached in matched]
             sequence.block_table += self.kv.allocate(self.kv.blocks_for(hit + count) - len(matched))
             sequence.num_computed, sequence.kv_epoch = hit, self.epoch
+            sequence.prefill_len = len(sequence.token_ids)
             sequence.num_registered = len(matched)
             sequence.prefix_node = matched[-1].node if matched else None
             if not sequence.output_len:

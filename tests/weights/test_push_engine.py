@@ -203,6 +203,20 @@ def test_pushes_into_running_requests(tiny: Weights, policy: KVPolicy) -> None:
         assert run.stamps("chunked")[0][:2] != ("default", 0)
 
 
+def test_a_commit_before_the_last_token_of_a_recomputation_starts_it_again(tiny: Weights) -> None:
+    """Else keys and values of weights that sampled none of its tokens stay in its cache, and no span names them."""
+    with Run(tiny, max_num_batched_tokens=5, max_num_seqs=5) as run:
+        run.add(request("pair", prompt(1), n=2, max_tokens=9, ignore_eos=True))
+        run.until(lambda: run.length("pair") == 4)
+        run.push(1, "recompute", "one")
+        run.until(lambda: any(s.prefills and s.num_to_compute == 1 for s in run.engine.scheduler.running))
+        run.push(2, "keep", "two")
+        run.finish()
+        run.check()
+        assert [stamp[:4] for stamp in run.stamps("pair", 1)] == [("default", 0, 0, 4), ("two", 2, 4, 9)]
+        assert {stamp[4] for stamp in run.stamps("pair", 1)} == {"current"}
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_sequence_that_has_sampled_nothing_is_the_new_weights_alone(tiny: Weights, policy: KVPolicy) -> None:
     with Run(tiny, max_num_batched_tokens=16) as run:
