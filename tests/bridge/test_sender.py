@@ -22,12 +22,6 @@ from trainer_bridge.push.sender import WeightPushError, WeightSender
 from trainer_bridge.push.sources import ModuleSource, StateDictSource
 
 
-@pytest.fixture
-def server():
-    with UpdaterServer(llama(0)) as running:
-        yield running
-
-
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_push_is_what_the_server_then_holds(packed, tied, monkeypatch):

@@ -18,12 +18,6 @@ from trainer_bridge.push.sources import StateDictSource
 
 
 @pytest.fixture
-def server():
-    with UpdaterServer(llama(0)) as running:
-        yield running
-
-
-@pytest.fixture
 def servers():
     with ExitStack() as stack:
         yield [stack.enter_context(UpdaterServer(llama(seed))) for seed in (0, 10, 20)]

@@ -46,15 +46,6 @@ def in_async(server: RunningServer, work: Any) -> Any:
     return asyncio.run(run())
 
 
-@pytest.fixture(scope="module")
-def expected(smollm2: Path) -> tuple[list[int], list[int], list[float]]:
-    """The prompt's ids, transformers' greedy answer to it, and its logprobs."""
-    prompt = chat_prompt(smollm2, QUESTION)
-    ids, text, logprobs = greedy(smollm2, prompt, 12)
-    assert text == ANSWER
-    return prompt, ids, logprobs
-
-
 def test_a_message(client: anthropic.Anthropic, server: RunningServer, expected: Any) -> None:
     prompt, ids, logprobs = expected
 

@@ -6,7 +6,6 @@ Prompts are compared with transformers' own rendering of the template that tests
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,7 +14,6 @@ import pytest
 from rollout.server.api.messages import _error
 from rollout.server.wire.errors import ApiError
 from tests.support import text_server
-from tests.support.server_harness import RunningServer
 from tests.support.text_server import events, ok, refusal
 
 CHAT = "/v1/chat/completions"
@@ -25,18 +23,6 @@ USER = {"role": "user", "content": "Hi?"}
 WEATHER = {"name": "weather", "description": "of a city", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": WEATHER}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with text_server.text_server() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as http:
-        yield http
 
 
 def chat(client: httpx.Client, *messages: Any, **more: Any) -> Any:

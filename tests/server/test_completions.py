@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -15,18 +14,6 @@ from tests.support.text_server import events, ok, refusal, text_server
 from tests.support.wait import eventually
 
 PATH = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    with text_server() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as http:
-        yield http
 
 
 def complete(client: httpx.Client, prompt: Any, **more: Any) -> Any:

@@ -38,12 +38,6 @@ def server(tokenizer: str) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def client(server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as http:
-        yield http
-
-
 def post(client: httpx.Client, token_ids: list[int], params: dict[str, Any] | None = None, **more: Any) -> Any:
     body = {"token_ids": token_ids, "sampling_params": {"max_tokens": 4, **(params or {})}, **more}
     response = client.post(PATH, json=body)

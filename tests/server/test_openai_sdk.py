@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.support.server_harness import RunningServer
-from tests.support.smollm2 import ANSWER, QUESTION, chat_prompt, greedy, smollm2_server
+from tests.support.smollm2 import ANSWER, QUESTION, greedy, smollm2_server
 from tests.support.text_server import text_server
 
 pytestmark = pytest.mark.smollm2
@@ -42,15 +42,6 @@ def in_async(server: RunningServer, work: Any) -> Any:
             return await work(client)
 
     return asyncio.run(run())
-
-
-@pytest.fixture(scope="module")
-def expected(smollm2: Path) -> tuple[list[int], list[int], list[float]]:
-    """The prompt's ids, transformers' greedy answer to it, and its logprobs."""
-    prompt = chat_prompt(smollm2, QUESTION)
-    ids, text, logprobs = greedy(smollm2, prompt, 12)
-    assert text == ANSWER
-    return prompt, ids, logprobs
 
 
 def test_a_chat(client: openai.OpenAI, server: RunningServer, expected: Any) -> None:

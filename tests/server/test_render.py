@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -37,12 +36,6 @@ ASKED: dict[str, Any] = {
     "n": 2,
 }
 OWN = ("id", "created", "system_fingerprint")
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
-    with text_server.text_server() as server, httpx.Client(base_url=server.url, timeout=60) as http:
-        yield http
 
 
 def same(derendered: dict[str, Any], direct: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -13,12 +12,6 @@ from tests.support.text_server import ok, refusal
 
 TOKENIZER = text_server.tokenizer()
 USER = {"role": "user", "content": "Hi?"}
-
-
-@pytest.fixture(scope="module")
-def client() -> Iterator[httpx.Client]:
-    with text_server.text_server() as server, httpx.Client(base_url=server.url, timeout=60) as http:
-        yield http
 
 
 @pytest.mark.parametrize(
