@@ -20,9 +20,9 @@ from rollout.launch import serve
 from trainer_bridge import RolloutClient
 from trainer_bridge.integrations.wandb import WandbLogger
 from trainer_bridge.loop import checkpoint, dashboard, metrics
-from trainer_bridge.loop.sampler import Sampler
+from trainer_bridge.loop.sampler import RolloutSampler
 from trainer_bridge.push.publisher import Publisher
-from trainer_bridge.rollouts import Group
+from trainer_bridge.rollouts import RolloutGroup
 from trainer_bridge.score import exact
 from trainer_bridge.score.groups import current_gap
 
@@ -39,7 +39,7 @@ class Trainer(Protocol):
         """What `state_dict` gave."""
 
     def step(
-        self, groups: Sequence[Group], lags: Sequence[torch.Tensor], current_gap: Callable[[], float | None]
+        self, groups: Sequence[RolloutGroup], lags: Sequence[torch.Tensor], current_gap: Callable[[], float | None]
     ) -> dict[str, float]:
         """One step on `groups`; `lags` (T,) say of each one's tokens how many versions they are behind. Its metrics.
 
@@ -122,7 +122,7 @@ def run(name: str, args: argparse.Namespace, trainer: Trainer) -> None:
         with sampler(args, client, task, step) as samples:
             while step < args.steps:
                 began, sampled = time.monotonic(), samples.stats.tokens
-                groups = samples.take(
+                groups = samples.take_groups(
                     args.groups_per_step,
                     usable=lambda group: bool((lags_of(publisher, group) <= args.max_lag).any()),
                     timeout_s=600,
@@ -154,10 +154,10 @@ def run(name: str, args: argparse.Namespace, trainer: Trainer) -> None:
     wandb.finish()
 
 
-def sampler(args: argparse.Namespace, client: RolloutClient, task: Task, step: int) -> Sampler:
+def sampler(args: argparse.Namespace, client: RolloutClient, task: Task, step: int) -> RolloutSampler:
     """Of a run that goes on after `step`: it doesn't repeat the prompts it began with."""
     seed = random.Random(f"{args.seed} {step}").getrandbits(32)
-    return Sampler(
+    return RolloutSampler(
         client.base_url,
         task.prompts(random.Random(seed)),
         task.reward,
@@ -170,12 +170,12 @@ def sampler(args: argparse.Namespace, client: RolloutClient, task: Task, step: i
     )
 
 
-def gap_now(trainer: Trainer, publisher: Publisher, samples: Sampler) -> float | None:
+def gap_now(trainer: Trainer, publisher: Publisher, samples: RolloutSampler) -> float | None:
     """Between trainer and server, of what the trainer's present weights have sampled last."""
     return current_gap(trainer.policy, samples.newest(), functools.partial(lags_of, publisher))
 
 
-def lags_of(publisher: Publisher, group: Group) -> torch.Tensor:
+def lags_of(publisher: Publisher, group: RolloutGroup) -> torch.Tensor:
     """Of all the group's tokens, one answer after the other."""
     return torch.cat([publisher.lags(choice) for choice in group.choices])
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trainer_bridge.loop import metrics
-from trainer_bridge.rollouts import Group
+from trainer_bridge.rollouts import RolloutGroup
 from trainer_bridge.score import losses
-from trainer_bridge.score.groups import score
+from trainer_bridge.score.groups import score_group
 
 CLIP_LOW, CLIP_HIGH, RATIO_CAP = 0.2, 0.28, 4.0
 MAX_GRAD_NORM = 1.0
@@ -41,16 +41,16 @@ class GRPO:
         self._max_lag, self._lag_decay = max_lag, lag_decay
 
     def step(
-        self, groups: Sequence[Group], lags: Sequence[Tensor], current_gap: Callable[[], float | None]
+        self, groups: Sequence[RolloutGroup], lags: Sequence[Tensor], current_gap: Callable[[], float | None]
     ) -> dict[str, float]:
         """One optimizer step; a forward and a backward pass for each group."""
         total = sum(group.tokens for group in groups)
         seen: list[tuple[Tensor, ...]] = []
         loss_sum = held = 0.0
         for group, lag in zip(groups, lags, strict=True):
-            scores = score(self.policy, group.prompt.token_ids, group.choices, group.sampling_params)
+            scores = score_group(self.policy, group)
             old = torch.tensor(group.logprobs)
-            advantages = losses.group_advantages(group.rewards).repeat_interleave(torch.tensor(group.lengths))
+            advantages = losses.token_advantages(group.rewards, group.lengths)
             weights = losses.lag_weights(lag, max_lag=self._max_lag, decay=self._lag_decay)
             surrogate = losses.clipped_surrogate(
                 scores.logprobs, old, advantages, low=CLIP_LOW, high=CLIP_HIGH, cap=RATIO_CAP

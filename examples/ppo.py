@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trainer_bridge.loop import metrics
-from trainer_bridge.rollouts import Group
+from trainer_bridge.rollouts import RolloutGroup
 from trainer_bridge.score import losses
-from trainer_bridge.score.groups import score
+from trainer_bridge.score.groups import score_group
 
 CLIP, RATIO_CAP = 0.2, 4.0
 VALUE_CLIP, VALUE_WEIGHT = 0.2, 0.1
@@ -32,7 +32,7 @@ MAX_GRAD_NORM = 1.0
 class Batch:
     """A group and what its tokens, (T,) each, are trained towards."""
 
-    group: Group
+    group: RolloutGroup
     old: Tensor
     weights: Tensor
     values: Tensor
@@ -58,7 +58,7 @@ class PPO:
         self._rng = random.Random(0)
 
     def step(
-        self, groups: Sequence[Group], lags: Sequence[Tensor], current_gap: Callable[[], float | None]
+        self, groups: Sequence[RolloutGroup], lags: Sequence[Tensor], current_gap: Callable[[], float | None]
     ) -> dict[str, float]:
         """Score the groups, then train on them."""
         batches, tokens = self._batches(groups, lags)
@@ -69,7 +69,7 @@ class PPO:
         return found | {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
 
     @torch.no_grad()
-    def _batches(self, groups: Sequence[Group], lags: Sequence[Tensor]) -> tuple[list[Batch], list[Tensor]]:
+    def _batches(self, groups: Sequence[RolloutGroup], lags: Sequence[Tensor]) -> tuple[list[Batch], list[Tensor]]:
         """The groups with their advantages, whitened over all tokens; and what metrics ask for."""
         batches, seen = [], []
         for group, lag in zip(groups, lags, strict=True):
@@ -109,9 +109,9 @@ class PPO:
             "policy/grad_norm": float(norm),
         }
 
-    def _score(self, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    def _score(self, group: RolloutGroup) -> tuple[Tensor, Tensor, Tensor]:
         """Logprobs, values and entropies of the group's tokens, (T,) each."""
-        scores = score(self.policy, group.prompt.token_ids, group.choices, group.sampling_params, hidden=True)
+        scores = score_group(self.policy, group, hidden=True)
         assert scores.hidden is not None
         return scores.logprobs, self.value_head(scores.hidden).squeeze(-1), scores.entropies
 

@@ -17,13 +17,17 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Group:
-    """One prompt, the parameters it was sampled with (the request's own `seed` among them), answers and rewards."""
+class RolloutGroup:
+    """One prompt, the parameters it was sampled with (the request's own `seed` among them), answers and rewards.
+
+    `logprobs_mode` is what the server says its logprobs are (`/weight_info`), None where it doesn't.
+    """
 
     prompt: Prompt
     sampling_params: dict[str, Any]
     choices: list[Choice]
     rewards: list[float]
+    logprobs_mode: str | None = None
 
     @property
     def lengths(self) -> list[int]:

@@ -12,7 +12,7 @@ import typer
 
 if TYPE_CHECKING:
     from trainer_bridge.client import RolloutClient
-    from trainer_bridge.loop.records import Comparison, Record
+    from trainer_bridge.loop.records import Record, ReplayedChoice
 
 FileArgument = Annotated[
     Path, typer.Argument(help="Records as trainer_bridge.loop.records writes them.", metavar="FILE")
@@ -86,7 +86,7 @@ def _replay_all(client: RolloutClient, chosen: list[tuple[int, Record]]) -> int:
     return int(differing > 0)
 
 
-def _verdict(choice: Comparison) -> str:
+def _verdict(choice: ReplayedChoice) -> str:
     later = f"; {choice.skipped} more were sampled by later weights" if choice.skipped else ""
     if choice.same:
         return f"{choice.tokens} tokens, the same ids and logprob bits{later}"

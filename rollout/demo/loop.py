@@ -25,8 +25,8 @@ from trainer_bridge import RolloutClient, WeightSender
 from trainer_bridge.client import Choice
 from trainer_bridge.integrations.wandb import WandbLogger
 from trainer_bridge.loop import dashboard, metrics, records
-from trainer_bridge.loop.sampler import Sampler
-from trainer_bridge.rollouts import Group, Prompt
+from trainer_bridge.loop.sampler import RolloutSampler
+from trainer_bridge.rollouts import Prompt, RolloutGroup
 
 SAMPLING_PARAMS = {"temperature": 1.0, "max_tokens": 24, "logprobs": 0}
 GROUP_SIZE = 8
@@ -65,7 +65,7 @@ def run(model: Path, output: Path, *, steps: int, seed: int, console: Console) -
             epoch = client.weight_info()["epoch"]
             for number in range(1, steps + 1):
                 fresh = functools.partial(_is_fresh, oldest_epoch=epoch - MAX_STALENESS)
-                groups = sampler.take(GROUPS_PER_STEP, usable=fresh, timeout_s=TAKE_TIMEOUT_S)
+                groups = sampler.take_groups(GROUPS_PER_STEP, usable=fresh, timeout_s=TAKE_TIMEOUT_S)
                 train_began = time.monotonic()
                 stats = trainer.step(groups, epoch, sampler.newest)
                 train_seconds = time.monotonic() - train_began
@@ -80,12 +80,12 @@ def run(model: Path, output: Path, *, steps: int, seed: int, console: Console) -
     return numbers
 
 
-def _sampler(url: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Sampler:
+def _sampler(url: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> RolloutSampler:
     def reward(_: Prompt, choice: Choice) -> float:
         text = str(tokenizer.decode(choice.token_ids, skip_special_tokens=True))
         return task.reward(text, choice.finish_reason == "stop")
 
-    return Sampler(
+    return RolloutSampler(
         url,
         task.prompts(tokenizer, random.Random(seed)),
         reward,
@@ -97,7 +97,7 @@ def _sampler(url: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Sampler
     )
 
 
-def _is_fresh(group: Group, *, oldest_epoch: int) -> bool:
+def _is_fresh(group: RolloutGroup, *, oldest_epoch: int) -> bool:
     return all((span.epoch or 0) >= oldest_epoch for choice in group.choices for span in choice.spans)
 
 
@@ -113,12 +113,12 @@ class _RunLog:
         config: dict[str, Any],
     ) -> None:
         self.steps: list[Step] = []
-        self.groups: list[Group] = []
+        self.groups: list[RolloutGroup] = []
         self._model, self._output, self._tokenizer = model.resolve(), output, tokenizer
         self._client, self._info = client, client.weight_info()
         self._wandb = WandbLogger("rollout-demo", output, config)
 
-    def add(self, step: Step, groups: list[Group]) -> None:
+    def add(self, step: Step, groups: list[RolloutGroup]) -> None:
         """Log a step, and record what it was trained on."""
         self.steps.append(step)
         self.groups += groups
@@ -161,7 +161,7 @@ def _says(step: Step) -> str:
 
 def _show(
     numbers: dict[str, Any],
-    trained: list[Group],
+    trained: list[RolloutGroup],
     tokenizer: PreTrainedTokenizerBase,
     output: Path,
     console: Console,

@@ -13,7 +13,7 @@ from rollout.demo.trainer import TrainStats
 from trainer_bridge.client import Choice
 from trainer_bridge.loop.dashboard import STEP, Panel
 from trainer_bridge.loop.sampler import SamplerStats
-from trainer_bridge.rollouts import Group
+from trainer_bridge.rollouts import RolloutGroup
 
 PANELS = (
     Panel("reward", ("reward/mean",), "mean of the step's answers"),
@@ -80,7 +80,7 @@ def history(steps: Sequence[Step]) -> list[dict[str, float]]:
     ]
 
 
-def most_versions(groups: Sequence[Group]) -> tuple[Group, Choice]:
+def most_versions(groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, Choice]:
     """The answer that the most versions had a hand in, the latest and best of these."""
     answers = [
         (group, choice, reward) for group in groups for choice, reward in zip(group.choices, group.rewards, strict=True)

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from trainer_bridge.loop import metrics
-from trainer_bridge.rollouts import Group
+from trainer_bridge.rollouts import RolloutGroup
 from trainer_bridge.score import exact, replay
-from trainer_bridge.score.groups import current_gap, score
-from trainer_bridge.score.losses import clipped_surrogate, group_advantages
+from trainer_bridge.score.groups import current_gap, score_group
+from trainer_bridge.score.losses import clipped_surrogate, token_advantages
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 RATIO_CAP = 4.0
@@ -47,15 +47,15 @@ class Trainer:
             self.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
 
-    def step(self, groups: Sequence[Group], epoch: int, newest: Callable[[], Group | None]) -> TrainStats:
+    def step(self, groups: Sequence[RolloutGroup], epoch: int, newest: Callable[[], RolloutGroup | None]) -> TrainStats:
         """Train once on `groups`; `epoch` is the weight epoch that the server has of the policy as it is now, `newest`
         gives what the server finished last: the gap of its tokens is measured just before the update."""
         total = sum(group.tokens for group in groups)
         seen: list[tuple[Tensor, ...]] = []
         for group in groups:
             old = torch.tensor(group.logprobs)
-            advantages = group_advantages(group.rewards).repeat_interleave(torch.tensor(group.lengths))
-            scores = score(self.model, group.prompt.token_ids, group.choices, group.sampling_params)
+            advantages = token_advantages(group.rewards, group.lengths)
+            scores = score_group(self.model, group)
             loss = clipped_surrogate(
                 scores.logprobs, old, advantages, low=CLIP_LOW, high=CLIP_HIGH, cap=RATIO_CAP
             ).sum()
@@ -72,6 +72,6 @@ class Trainer:
         return TrainStats(found | {"policy/grad_norm": float(norm)}, lags)
 
 
-def _lags(group: Group, epoch: int) -> Tensor:
+def _lags(group: RolloutGroup, epoch: int) -> Tensor:
     lags = [lag for c in group.choices for lag in replay.staleness(c.spans, len(c.token_ids), epoch)]
     return torch.tensor(lags, dtype=torch.float32)

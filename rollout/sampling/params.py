@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -176,3 +178,16 @@ class SamplingParams:
                 f"logprobs={self.logprobs}, len({name})={count}. (parameter={name}, value={count})",
                 name,
             )
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise ParameterError for the first name that no field of SamplingParams has, with the closest ones that one has.
+
+    For a trainer's side: a server lets fields pass that other servers know.
+    """
+    known = [f.name for f in fields(SamplingParams)]
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}"
+            raise ParameterError(f"{name!r} is no sampling parameter: {hint}", name)

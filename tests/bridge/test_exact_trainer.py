@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -287,6 +288,36 @@ def test_dropout_is_refused_in_training_mode_only(where: str) -> None:
     model.train()
     with pytest.raises(ValueError, match=r"call model.eval\(\)"):
         check()
+
+
+def test_a_cast_model_had_rounded_buffers(tmp_path: Path) -> None:
+    """Its logprobs were up to 0.07 nats off."""
+    path = tiny_models.build("gemma2", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with pytest.raises(ValueError, match=r"inv_freq \(torch\.bfloat16\) .*\(…, dtype=torch\.bfloat16\)"):
+        exact.install(copy.deepcopy(model).to(torch.bfloat16))
+    with pytest.raises(ValueError, match=r"inv_freq \(torch\.float32\) isn't what the model's configuration gives"):
+        exact.install(copy.deepcopy(model).to(torch.bfloat16).to(torch.float32))
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
+    scaled = copy.deepcopy(loaded)
+    scaled.model.embed_tokens.embed_scale *= 1.01
+    with pytest.raises(ValueError, match=r"embed_scale \(torch\.bfloat16\) isn't what"):
+        exact.install(scaled)
+    exact.install(loaded)
+    loaded(input_ids=IDS)
+    with pytest.raises(ValueError, match=r"was torch\.bfloat16 at exact\.install and is torch\.float32"):
+        loaded.to(torch.float32)(input_ids=IDS)
+
+
+def test_a_cast_router_had_a_rounded_bias(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(odd_model("deepseek_v3", tmp_path), dtype=torch.float32).eval()
+    model.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"mlp\.gate\.weight is torch\.bfloat16, and float32 in a server"):
+        exact.install(model)
+    gate = model.model.layers[1].mlp.gate
+    gate.weight.data = gate.weight.data.float()
+    with pytest.raises(ValueError, match=r"gate\.e_score_correction_bias is torch\.bfloat16"):
+        exact.install(model)
 
 
 def test_a_model_that_keeps_its_own_attention_is_refused_by_name() -> None:

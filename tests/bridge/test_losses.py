@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from trainer_bridge.score import losses
+from trainer_bridge.score import losses, replay
 
 REALS = st.floats(-3, 3)
 
@@ -17,6 +18,28 @@ REALS = st.floats(-3, 3)
 def test_advantages_rank_a_group_and_ignore_one_without_a_difference() -> None:
     assert losses.group_advantages([1.0, 0.0, 0.5, 0.5]).tolist() == pytest.approx([2**0.5, -(2**0.5), 0, 0], abs=1e-3)
     assert losses.group_advantages([0.7] * 4).tolist() == pytest.approx([0] * 4, abs=1e-3)
+
+
+@pytest.mark.parametrize("rewards", [[0.1] * 7, [10000.1] * 6, [-1e-9] * 3, [0.0], []])
+def test_equal_rewards_gave_advantages_out_of_rounding(rewards: list[float]) -> None:
+    assert losses.group_advantages(rewards).tolist() == [0.0] * len(rewards)
+    assert losses.token_advantages(rewards, [2] * len(rewards)).tolist() == [0.0] * 2 * len(rewards)
+
+
+@given(rewards=st.lists(st.floats(-1e5, 1e5), min_size=2, max_size=9))
+def test_advantages_of_large_rewards_are_those_of_exact_arithmetic(rewards: list[float]) -> None:
+    exact = [Fraction(r) for r in rewards]
+    mean = sum(exact) / len(exact)
+    spread = math.sqrt(sum((r - mean) ** 2 for r in exact) / len(exact)) + 1e-4
+    expected = [float(r - mean) / spread for r in exact]
+    assert losses.group_advantages(rewards).tolist() == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_a_token_has_the_advantage_of_its_answer() -> None:
+    spread = 2**0.5 / (1 + 1e-4 * 2 * 2**0.5)
+    assert losses.token_advantages([1.0, 0.0, 0.5, 0.5], [1, 3, 0, 2]).tolist() == pytest.approx(
+        [spread, -spread, -spread, -spread, 0, 0]
+    )
 
 
 @given(old=st.floats(-8, 0), move=REALS, advantage=st.floats(-2, 2).filter(lambda a: abs(a) > 1e-3))
@@ -102,3 +125,33 @@ def test_entropy_is_that_of_torch_also_where_tokens_are_excluded() -> None:
     torch.testing.assert_close(
         losses.entropies(logits), torch.distributions.Categorical(logits=logits[:, :5]).entropy()
     )
+
+
+def test_entropies_had_no_gradient_where_a_token_is_excluded() -> None:
+    kept = torch.randn(3, 5, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    torch.distributions.Categorical(logits=kept).entropy().sum().backward()
+    assert kept.grad is not None
+    logits = torch.full((3, 20), -math.inf)
+    logits[:, :5] = kept.detach()
+    logits.requires_grad_()
+    losses.entropies(logits).sum().backward()
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad[:, :5], kept.grad)
+    assert (logits.grad[:, 5:] == 0).all()
+
+
+def test_every_loss_has_a_gradient_where_tokens_are_excluded() -> None:
+    """The same as of the tokens that are left alone, for all that is computed from logits of -inf."""
+    kept = torch.randn(4, 5, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    logits = torch.cat([kept, torch.full((4, 3), -math.inf)], 1)
+    old, ones, ids = torch.full((4,), -1.5), torch.ones(4), [0, 1, 2, 4]
+    for table in (logits, kept):
+        new = replay.token_logprobs(table, ids)
+        replayed = replay.logprobs(table, ids, sampling_params={"temperature": 0.7, "frequency_penalty": 0.3})
+        terms = [losses.k1(new, old), losses.k3(replayed, old), losses.entropies(table)]
+        terms += [losses.clipped_surrogate(new, old, ones, low=0.2, high=0.28, cap=4)]
+        (grad,) = torch.autograd.grad(torch.stack(terms).sum(), kept)
+        if table is logits:
+            expected = grad
+    assert torch.isfinite(grad).all()
+    torch.testing.assert_close(grad, expected)

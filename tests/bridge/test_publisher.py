@@ -22,7 +22,7 @@ from tests.support.wait import eventually
 from trainer_bridge import RolloutClient, RolloutError, WeightPushError
 from trainer_bridge.client import Choice, Span
 from trainer_bridge.loop import checkpoint, dashboard
-from trainer_bridge.loop.sampler import Sampler
+from trainer_bridge.loop.sampler import RolloutSampler
 from trainer_bridge.push.control import RefusedError
 from trainer_bridge.push.publisher import Publisher
 from trainer_bridge.rollouts import Prompt
@@ -99,9 +99,9 @@ def piece(index: int, token: int, what: str | None) -> dict[str, Any]:
     return {"request_id": "r", "choices": [choice]}
 
 
-def sampler(url: str, *, in_flight: int = 1, capacity: int = 100, outage_s: float = 30.0) -> Sampler:
+def sampler(url: str, *, in_flight: int = 1, capacity: int = 100, outage_s: float = 30.0) -> RolloutSampler:
     prompts = (Prompt([number], f"task {number}") for number in itertools.count())
-    return Sampler(
+    return RolloutSampler(
         url,
         prompts,
         lambda prompt, choice: float(choice.token_ids[0] + prompt.token_ids[0]),
@@ -116,7 +116,7 @@ def sampler(url: str, *, in_flight: int = 1, capacity: int = 100, outage_s: floa
 
 def test_a_group_is_put_together_from_its_pieces_and_carries_its_seed() -> None:
     with scripted() as (script, url), sampler(url) as running:
-        first, second = running.take(2, usable=lambda _: True, timeout_s=20)
+        first, second = running.take_groups(2, usable=lambda _: True, timeout_s=20)
     assert first.prompt == Prompt([0], "task 0")
     assert [choice.token_ids for choice in first.choices] == [[1, 2], [11, 12], [21, 22]]
     assert first.choices[1].sampling_mask == [None, [12, 3]]
@@ -133,7 +133,7 @@ def test_a_group_is_put_together_from_its_pieces_and_carries_its_seed() -> None:
 
 def test_an_outage_is_waited_out_with_the_same_request() -> None:
     with scripted("503", "cut", "500") as (script, url), sampler(url) as running:
-        (group,) = running.take(1, usable=lambda _: True, timeout_s=20)
+        (group,) = running.take_groups(1, usable=lambda _: True, timeout_s=20)
         assert running.stats.failed_requests == 3
     assert group.prompt.token_ids == [0]
     assert [choice.token_ids for choice in group.choices] == [[1, 2], [11, 12], [21, 22]]  # none of the cut stream
@@ -147,12 +147,12 @@ def test_a_refusal_and_an_outage_that_lasts_are_the_takers_to_see() -> None:
             sampler(url, outage_s=outage_s) as running,
             pytest.raises(RolloutError, match=f"t \\({status}\\): no"),
         ):
-            running.take(1, usable=lambda _: True, timeout_s=20)
+            running.take_groups(1, usable=lambda _: True, timeout_s=20)
 
 
 def test_aborted_unusable_and_too_many_groups_are_dropped() -> None:
     with scripted("abort") as (_, url), sampler(url) as running:
-        (group,) = running.take(1, usable=lambda group: group.prompt.token_ids[0] >= 2, timeout_s=20)
+        (group,) = running.take_groups(1, usable=lambda group: group.prompt.token_ids[0] >= 2, timeout_s=20)
         assert group.prompt.token_ids == [2]
         assert running.stats.dropped_groups >= 2
     with scripted() as (script, url), sampler(url, capacity=2) as running:
@@ -164,7 +164,7 @@ def test_aborted_unusable_and_too_many_groups_are_dropped() -> None:
             while len(script.bodies) < 9:
                 deadline.wait(0.01)
 
-        one, two = running.take(2, usable=lambda _: True, timeout_s=20, while_waiting=until_many_are_done)
+        one, two = running.take_groups(2, usable=lambda _: True, timeout_s=20, while_waiting=until_many_are_done)
         assert waited
         assert two.prompt.token_ids[0] == one.prompt.token_ids[0] + 1
         assert one.prompt.token_ids[0] >= 5  # the oldest went
@@ -173,7 +173,7 @@ def test_aborted_unusable_and_too_many_groups_are_dropped() -> None:
 def test_the_newest_group_can_be_looked_at_and_stays() -> None:
     with scripted() as (_, url), sampler(url) as running:
         eventually(lambda: (newest := running.newest()) is not None and newest.prompt.token_ids[0] >= 3)
-        (oldest,) = running.take(1, usable=lambda _: True, timeout_s=20)
+        (oldest,) = running.take_groups(1, usable=lambda _: True, timeout_s=20)
         assert oldest.prompt.token_ids == [0]
         assert running.newest() is not None
 
@@ -184,7 +184,7 @@ def test_a_server_that_finishes_nothing_is_a_timeout() -> None:
         sampler(url) as running,
         pytest.raises(TimeoutError, match=r"fewer than 4"),
     ):
-        running.take(4, usable=lambda _: True, timeout_s=0.1)
+        running.take_groups(4, usable=lambda _: True, timeout_s=0.1)
 
 
 @pytest.fixture(scope="module")

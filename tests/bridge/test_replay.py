@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def test_logprobs_are_the_servers_in_every_bit(params: dict[str, Any]) -> None:
     if "logit_bias" in params:
         as_sampled["logit_bias"] = {int(t): b for t, b in params["logit_bias"].items()}
     logits, tokens, values, masks = sample(SamplingParams(**as_sampled))
-    sent = {**params, "some_field_of_another_server": 1, "seed": None}
+    sent = {**params, "seed": None}
     result = replay.logprobs(logits, tokens, sampling_params=sent, sampling_mask=masks, prompt_token_ids=PROMPT)
     assert result.tolist() == values
 
@@ -115,6 +116,46 @@ def test_gradient_passes_through_bias_and_penalties() -> None:
 def test_what_cannot_be_recomputed_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replay.logprobs(torch.zeros(2, 5), **{"token_ids": [1, 2], **arguments})
+
+
+def test_a_misspelt_parameter_was_ignored() -> None:
+    with pytest.raises(ValueError, match="'temprature' is no sampling parameter: did you mean temperature"):
+        replay.logprobs(torch.zeros(2, 5), [1, 2], sampling_params={"temprature": 0.5})
+
+
+@pytest.mark.parametrize("params", [{}, {"frequency_penalty": 0.1}])
+def test_memory_grew_with_the_square_of_the_length(params: dict[str, float]) -> None:
+    """A row for each token used to hold all ids before it: 256 MB for these 8,000."""
+
+    def peak(length: int) -> int:
+        logits, ids = torch.zeros(length, 4), [t % 4 for t in range(length)]
+        tracemalloc.start()
+        replay.logprobs(logits, ids, sampling_params=params)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    peak(10)  # imports and caches
+    assert peak(8000) < min(32e6, 3 * peak(4000))
+
+
+def test_blocks_of_rows_are_one_answer() -> None:
+    """Values and gradients across the border of a block, whose rows see all tokens before them."""
+    length = replay._BLOCK_ROWS + 3
+    logits = torch.randn(length, 6, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    ids, params = [t % 5 for t in range(length)], {"presence_penalty": 0.5, "temperature": 0.8}
+    got = replay.logprobs(logits, ids, sampling_params=params)
+    moved = torch.stack(
+        [row - 0.5 * torch.tensor([float(i in ids[:t]) for i in range(6)]) for t, row in enumerate(logits)]
+    )
+    expected = (moved / 0.8).log_softmax(-1)[range(length), ids]
+    torch.testing.assert_close(got, expected)
+    weights = torch.arange(length) / length
+    grads = [torch.autograd.grad((weights * values).sum(), logits)[0] for values in (got, expected)]
+    torch.testing.assert_close(*grads)
+    with pytest.raises(ValueError, match=f"token {ids[-1]} at step {length - 1} is outside"):
+        replay.logprobs(logits, ids, sampling_mask=[*[None] * (length - 1), [5]])
+    assert replay.logprobs(torch.zeros(0, 6), []).shape == (0,)
 
 
 def test_a_list_of_none_says_that_no_step_was_filtered() -> None:

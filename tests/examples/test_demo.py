@@ -21,7 +21,7 @@ from tests.support.wait import eventually
 from trainer_bridge import RolloutClient
 from trainer_bridge.client import Choice, Span
 from trainer_bridge.loop.sampler import SamplerStats
-from trainer_bridge.rollouts import Group, Prompt
+from trainer_bridge.rollouts import Prompt, RolloutGroup
 
 PROMPT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 PROMPT_IDS = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
@@ -74,8 +74,8 @@ def _choice(tokens: int, *spans: Span) -> Choice:
     return Choice(0, list(range(tokens)), [-1.0] * tokens, None, list(spans), "stop", None)
 
 
-def _group(*choices: Choice) -> Group:
-    return Group(Prompt([1, 2], "Why?"), {}, list(choices), [0.5] * len(choices))
+def _group(*choices: Choice) -> RolloutGroup:
+    return RolloutGroup(Prompt([1, 2], "Why?"), {}, list(choices), [0.5] * len(choices))
 
 
 def test_the_rollout_shown_is_the_latest_that_most_versions_had_a_hand_in() -> None:

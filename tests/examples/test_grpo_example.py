@@ -22,7 +22,7 @@ from trainer_bridge.client import Choice, Span
 from trainer_bridge.integrations.wandb import coloured_html, workspace
 from trainer_bridge.loop import checkpoint, dashboard
 from trainer_bridge.push.publisher import Publisher
-from trainer_bridge.rollouts import Group, Prompt
+from trainer_bridge.rollouts import Prompt, RolloutGroup
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FLAGS = ["--tokens-only", "--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--return-sampling-mask"]
@@ -61,14 +61,16 @@ def examples() -> Iterator[dict[str, ModuleType]]:
         del sys.modules[name]
 
 
-def sample(client: RolloutClient, groups: int, n: int) -> list[Group]:
+def sample(client: RolloutClient, groups: int, n: int) -> list[RolloutGroup]:
     rng = random.Random(0)
     found = []
     for number in range(groups):
         prompt = [rng.randrange(2, 256) for _ in range(8 + number)]
         params = {**FILTERED, "seed": number}
         choices = client.generate(prompt, params, n=n).choices
-        found.append(Group(Prompt(prompt), params, choices, [rng.random() for _ in choices]))
+        found.append(
+            RolloutGroup(Prompt(prompt), params, choices, [rng.random() for _ in choices], "processed_logprobs")
+        )
     return found
 
 
@@ -81,7 +83,7 @@ def moved(policy: PreTrainedModel, by: float) -> PreTrainedModel:
     return policy
 
 
-def filtered_logprobs(policy: PreTrainedModel, group: Group, *, masked: bool = True) -> list[torch.Tensor]:
+def filtered_logprobs(policy: PreTrainedModel, group: RolloutGroup, *, masked: bool = True) -> list[torch.Tensor]:
     """Of each answer's tokens, from one stock forward pass for each on all its logits; the definition spelled out."""
     found = []
     for choice in group.choices:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer_bridge.client import Choice
 from trainer_bridge.loop.dashboard import LAGS, LAYOUT, SAMPLES, STEP
-from trainer_bridge.rollouts import Group
+from trainer_bridge.rollouts import RolloutGroup
 
 COLOURS = ("#cfe8ff", "#fff1b8", "#f3d1f4", "#d3f2d0", "#ffd9c2", "#d9d6ff")
 _COLUMNS = ("reward", "tokens", "finish_reason", "versions", "prompt", "answer")
@@ -51,7 +51,7 @@ class WandbLogger:
         metrics: Mapping[str, float],
         *,
         lags: Tensor | None = None,
-        groups: Sequence[Group] = (),
+        groups: Sequence[RolloutGroup] = (),
         decode: Callable[[Sequence[int]], str] = str,
         samples: int = 4,
     ) -> None:
@@ -75,7 +75,7 @@ class WandbLogger:
             self._run.finish()
 
 
-def samples_html(groups: Sequence[Group], decode: Callable[[Sequence[int]], str], samples: int) -> str:
+def samples_html(groups: Sequence[RolloutGroup], decode: Callable[[Sequence[int]], str], samples: int) -> str:
     """A table of the first `samples` answers."""
     rows = [_row("th", _COLUMNS)]
     for group in groups:

@@ -13,13 +13,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 
 from trainer_bridge.client import RolloutClient
-from trainer_bridge.rollouts import Group
+from trainer_bridge.rollouts import RolloutGroup
 from trainer_bridge.score import losses
 
 Metrics = dict[str, float]
 
 
-def of_rollouts(groups: Sequence[Group]) -> Metrics:
+def of_rollouts(groups: Sequence[RolloutGroup]) -> Metrics:
     """Reward and length of the step's answers. `no_signal` is the share of groups whose rewards are all the same."""
     rewards = torch.tensor([reward for group in groups for reward in group.rewards], dtype=torch.float64)
     choices = [choice for group in groups for choice in group.choices]
@@ -42,7 +42,7 @@ def of_tokens(
     ratios as they are and truncated at `cap`, the policy's entropy, and the lags.
 
     `gap/current_max` is the largest gap of tokens that the very weights sampled which are trained (lag 0): the step's
-    own, and what finished meanwhile (`scoring.current_gap`). 0 in exact mode; absent where there is no such token.
+    own, and what finished meanwhile (`groups.current_gap`). 0 in exact mode; absent where there is no such token.
     """
     gap = (new - old).abs()
     ratios = (new - old).exp()

@@ -44,7 +44,7 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ReplayedChoice:
     """A recorded choice beside the same one sampled again.
 
     The first `tokens` of it were sampled by the record's weights and are compared, the `skipped` ones after them by
@@ -121,12 +121,12 @@ def read(path: str | Path) -> Iterator[Record]:
                     raise ValueError(f"{path}, line {number} is no rollout record: {error!r}") from error
 
 
-def compare(item: Record, again: Generation) -> list[Comparison]:
+def compare(item: Record, again: Generation) -> list[ReplayedChoice]:
     """Each recorded choice beside the same request's new answer."""
     return [_compare(item, old, again.choices[old.index]) for old in item.choices]
 
 
-def _compare(item: Record, old: Choice, new: Choice) -> Comparison:
+def _compare(item: Record, old: Choice, new: Choice) -> ReplayedChoice:
     of_weights = (item.weights["version"], item.weights["epoch"])
     leading = old.spans[:1]
     tokens = leading[0].end if leading and (leading[0].version, leading[0].epoch) == of_weights else 0
@@ -138,7 +138,7 @@ def _compare(item: Record, old: Choice, new: Choice) -> Comparison:
         first = min(len(ids), len(new_ids))
     end = tokens if first is None else first
     gaps = [abs(a - b) for a, b in zip((old.logprobs or [])[:end], (new.logprobs or [])[:end], strict=True)]
-    return Comparison(
+    return ReplayedChoice(
         old.index, tokens, len(old.token_ids) - tokens, first, sum(gap != 0 for gap in gaps), max(gaps, default=0.0)
     )
 

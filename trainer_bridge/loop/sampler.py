@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainer_bridge.client import AsyncRolloutClient, Choice, Generation, RolloutError
-from trainer_bridge.rollouts import Group, Prompt
+from trainer_bridge.rollouts import Prompt, RolloutGroup
 
 SEED_BITS = 63
 _RETRY_S = 0.5
@@ -31,14 +31,15 @@ class SamplerStats:
     failed_requests: int = 0
 
 
-class Sampler:
+class RolloutSampler:
     """Keeps `in_flight` groups of `group_size` answers generating, whatever the trainer does; use it as a context.
 
     `prompts` is drawn from and `reward` called on the sampler's thread. Every request gets a seed of its own, by `seed`
-    in the order of the requests, so that it can be recorded (`records`) and replayed. Finished groups wait for `take`,
-    at most `capacity` of them: when there are more, the oldest goes, so what the trainer gets is fresh. Groups with an
-    aborted answer are dropped. Where the server is away or without weights (no answer, or a 5xx), requests are tried
-    again for `outage_s`; any other error, and an outage beyond that, ends the sampler, and `take` raises it.
+    in the order of the requests, so that it can be recorded (`records`) and replayed. Finished groups wait for
+    `take_groups`, at most `capacity` of them: when there are more, the oldest goes, so what the trainer gets is fresh.
+    Groups with an aborted answer are dropped. Where the server is away or without weights (no answer, or a 5xx),
+    requests are tried again for `outage_s`; any other error, and an outage beyond that, ends the sampler, and
+    `take_groups` raises it.
     """
 
     def __init__(
@@ -65,14 +66,14 @@ class Sampler:
         self._outage_s = outage_s
         self._last_success = time.monotonic()
         self._rng = random.Random(seed)
-        self._groups: deque[Group] = deque()
+        self._groups: deque[RolloutGroup] = deque()
         self._changed = threading.Condition()
         self._error: BaseException | None = None
         self._stop: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
-    def __enter__(self) -> Sampler:
+    def __enter__(self) -> RolloutSampler:
         self._thread.start()
         return self
 
@@ -81,14 +82,14 @@ class Sampler:
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(timeout=10)
 
-    def take(
+    def take_groups(
         self,
         count: int,
         *,
-        usable: Callable[[Group], bool],
+        usable: Callable[[RolloutGroup], bool],
         timeout_s: float,
         while_waiting: Callable[[], object] = lambda: None,
-    ) -> list[Group]:
+    ) -> list[RolloutGroup]:
         """`count` finished groups, oldest first, all of them `usable`: others are dropped.
 
         `while_waiting` is called on this thread at first and then every other second, to look after the server.
@@ -106,12 +107,12 @@ class Sampler:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the server finished fewer than {count} usable groups in {timeout_s:g} s")
 
-    def newest(self) -> Group | None:
-        """The group that finished last, if one waits; `take` will still give it."""
+    def newest(self) -> RolloutGroup | None:
+        """The group that finished last, if one waits; `take_groups` will still give it."""
         with self._changed:
             return self._groups[-1] if self._groups else None
 
-    def _enough(self, count: int, usable: Callable[[Group], bool]) -> bool:
+    def _enough(self, count: int, usable: Callable[[RolloutGroup], bool]) -> bool:
         kept = [group for group in self._groups if usable(group)]
         self.stats.dropped_groups += len(self._groups) - len(kept)
         self._groups = deque(kept)
@@ -147,7 +148,7 @@ class Sampler:
             if any(choice.finish_reason == "abort" for choice in choices):
                 self.stats.dropped_groups += 1
                 continue
-            self._keep(Group(prompt, params, choices, [self._reward(prompt, choice) for choice in choices]))
+            self._keep(RolloutGroup(prompt, params, choices, [self._reward(prompt, choice) for choice in choices]))
 
     async def _answers(
         self, client: AsyncRolloutClient, prompt: Prompt, params: dict[str, Any]
@@ -172,7 +173,7 @@ class Sampler:
             gap = answers[piece.index].add(piece, now)
             self.stats.longest_token_gap_s = max(self.stats.longest_token_gap_s, gap)
 
-    def _keep(self, group: Group) -> None:
+    def _keep(self, group: RolloutGroup) -> None:
         with self._changed:
             self.stats.requests += 1
             self.stats.tokens += group.tokens

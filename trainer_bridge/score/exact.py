@@ -12,6 +12,7 @@ refused.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -36,12 +37,14 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
     Afterwards `model(input_ids (batch, length), attention_mask=…, position_ids=…, logits_to_keep=…)` accepts
     right-padded batches (an attention_mask whose rows are ones, then zeros) and packed rows (position_ids that restart
     at 0 for each sequence; batch of one). Where they restart at a later position p, what follows continues the first p
-    tokens of the last sequence that began at 0: the answers of a group after their one prompt (`scoring.group_row`).
+    tokens of the last sequence that began at 0: the answers of a group after their one prompt (`groups.group_row`).
     Only full causal passes: no cache.
 
-    Raises ValueError, at once or at the forward pass, for what can't be exact: autocast, left padding, dropout in
-    training mode, inputs_embeds, a cache, a model that doesn't reach the attention interface.
+    Raises ValueError, at once or at the forward pass, for what can't be exact: a model that was cast to its dtype
+    instead of loaded in it (`check_precision`), autocast, left padding, dropout in training mode, inputs_embeds, a
+    cache, a model that doesn't reach the attention interface.
     """
+    check_precision(model)
     model.set_attn_implementation(ATTENTION_NAME)
     if model.config._attn_implementation != ATTENTION_NAME:
         raise ValueError(f"{type(model).__name__} doesn't take its attention from transformers' AttentionInterface")
@@ -52,7 +55,7 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
         if isinstance(module, nn.Linear) and serves_linear(module):
             product = _product(module, torch.float32 if module is head else module.weight.dtype)
             module.forward = product  # type: ignore[method-assign, assignment]
-    original = model.forward
+    original, dtypes = model.forward, _dtypes(model)
 
     @functools.wraps(original)
     def forward(
@@ -72,7 +75,10 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
         positions = torch.arange(length, device=input_ids.device).expand(batch, -1)
         if position_ids is not None:
             positions = position_ids.expand(batch, -1)
-        _check(model, input_ids, attention_mask, positions)
+        _check_inputs(model, input_ids, attention_mask, positions)
+        if (now := _dtypes(model)) != dtypes:
+            name = next(name for name in dtypes if now.get(name) != dtypes[name])
+            raise ValueError(f"{name} was {dtypes[name]} at exact.install and is {now.get(name)}: install after a cast")
         keep = _kept(logits_to_keep, length, input_ids.device)
         head = pad(keep, (0, padded_rows(len(keep)) - len(keep)))
         kwargs["use_cache"] = False
@@ -89,7 +95,46 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def _check(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, positions: Tensor) -> None:
+def check_precision(model: PreTrainedModel) -> None:
+    """Raise ValueError, naming it, for a tensor that has lost the precision which `from_pretrained` gives it.
+
+    `model.to(torch.bfloat16)` rounds what a server computes in float32: the rotary embeddings' frequencies and other
+    buffers that no checkpoint holds, which are compared with what the model's configuration gives; and the parameters
+    that the model keeps in float32 (a router's weights or bias).
+    """
+    remedy = f"load the model by from_pretrained(…, dtype={model.dtype}) instead of casting it"
+    kept = model._get_dtype_plan(model.dtype)
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.dtype.is_floating_point and tensor.dtype != torch.float32 and any(part in name for part in kept):
+            raise ValueError(f"{name} is {tensor.dtype}, and float32 in a server: {remedy}")
+    with torch.device("meta"):
+        fresh = type(model)._from_config(copy.deepcopy(model.config), dtype=model.dtype, attn_implementation="eager")
+    for name, buffer in list(fresh.named_non_persistent_buffers()):
+        parent, _, leaf = name.rpartition(".")
+        setattr(fresh.get_submodule(parent), leaf, torch.empty_like(buffer, device="cpu"))
+    fresh.initialize_weights()
+    held = dict(model.named_buffers())
+    for name, buffer in fresh.named_non_persistent_buffers():
+        if name in held and not _same_values(held[name], buffer):
+            raise ValueError(
+                f"{name} ({held[name].dtype}) isn't what the model's configuration gives ({buffer.dtype}), as after "
+                f"model.to({model.dtype}): {remedy}"
+            )
+
+
+def _same_values(held: Tensor, fresh: Tensor) -> bool:
+    """Up to the last bits, which differ between devices; rounding to 16 bits differs by more."""
+    if held.dtype != fresh.dtype or held.shape != fresh.shape:
+        return False
+    return torch.allclose(held.cpu(), fresh, rtol=1e-6, atol=0) if fresh.is_floating_point() else True
+
+
+def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """Of all parameters and buffers."""
+    return {name: t.dtype for name, t in itertools.chain(model.named_parameters(), model.named_buffers())}
+
+
+def _check_inputs(model: nn.Module, input_ids: Tensor, attention_mask: Tensor | None, positions: Tensor) -> None:
     if torch.is_autocast_enabled(input_ids.device.type):
         raise ValueError(
             "autocast computes with other bits than the server: use a module in the server's dtype, with float32 "

@@ -7,16 +7,14 @@ bits; otherwise the row's attention is told by a mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trainer_bridge.client import Choice
-from trainer_bridge.rollouts import Group
+from trainer_bridge.rollouts import RolloutGroup
 from trainer_bridge.score import losses, replay
 from trainer_bridge.score.exact import ATTENTION_NAME
 
@@ -66,24 +64,17 @@ def group_logits(
 ) -> tuple[Tensor, Tensor | None]:
     """Logits (T, vocab) for all the answers' tokens, and the hidden states (T, hidden_size) where asked for.
 
-    Raises ValueError for a model with sliding windows shorter than the row, unless it is exact: its mask would differ
-    from layer to layer.
+    Raises ValueError, naming it, for an attention implementation that isn't known to take the row's mask; and, unless
+    the model is exact, for layers whose mask would be another one: sliding windows shorter than the row, chunked or
+    linear attention.
     """
     row = group_row(prompt, answers)
     wanted = torch.tensor([at for rows in row.rows for at in rows], device=model.device)
-    mask: Tensor | None = None
-    if model.config._attn_implementation != ATTENTION_NAME:
-        window = getattr(model.config, "sliding_window", None)
-        if window is not None and window < len(row.ids):
-            raise ValueError(
-                f"{type(model).__name__} has sliding windows of {window} positions, and the group's row has "
-                f"{len(row.ids)}: score it with trainer_bridge.score.exact.install(model)"
-            )
-        mask = row.visible[None, None].to(model.device)
+    mask = _mask(model, row)
     output = model(
         input_ids=row.ids[None].to(model.device),
         position_ids=row.positions[None].to(model.device),
-        attention_mask=mask,
+        attention_mask=None if mask is None else mask.to(model.device),
         use_cache=False,
         output_hidden_states=hidden,
         logits_to_keep=wanted,
@@ -91,36 +82,61 @@ def group_logits(
     return output.logits[0], output.hidden_states[-1][0, wanted] if hidden else None
 
 
-def score(
-    model: PreTrainedModel,
-    prompt: Sequence[int],
-    choices: Sequence[Choice],
-    sampling_params: Mapping[str, Any],
-    *,
-    hidden: bool = False,
-) -> Scores:
-    """Score `choices`, all of them answers to `prompt` under `sampling_params`, by the model as it is now.
+def _mask(model: PreTrainedModel, row: GroupRow) -> Tensor | None:
+    """What the model's attention is given so that a token sees what `row.visible` says; None for an exact model, whose
+    positions say it. Eager attention adds its mask to the scores, torch's takes a bool one."""
+    config = model.config.get_text_config()
+    implementation, name = config._attn_implementation, type(model).__name__
+    if implementation == ATTENTION_NAME:
+        return None
+    remedy = "score it with trainer_bridge.score.exact.install(model)"
+    if implementation not in ("eager", "sdpa"):
+        raise ValueError(
+            f"{name} has the attention {implementation!r}, which may not take a group's mask: call "
+            f"model.set_attn_implementation('sdpa' or 'eager'), or {remedy}"
+        )
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention"])
+    if unknown := kinds - {"full_attention", "sliding_attention"}:
+        raise ValueError(f"{name} has layers of kind {', '.join(sorted(unknown))}, which a group's mask can't be told")
+    window = getattr(config, "sliding_window", None)
+    if "sliding_attention" in kinds and window is not None and window < len(row.ids):
+        raise ValueError(
+            f"{name} has sliding windows of {window} positions, and the group's row has {len(row.ids)}: {remedy}"
+        )
+    visible = row.visible[None, None]
+    if implementation == "sdpa":
+        return visible
+    lowest = torch.finfo(model.dtype).min
+    return torch.zeros(visible.shape, dtype=model.dtype).masked_fill(~visible, lowest)
 
-    The recorded masks are replayed. Raises ValueError as `replay.logprobs` and `group_logits` do.
+
+def score_group(model: PreTrainedModel, group: RolloutGroup, *, hidden: bool = False) -> Scores:
+    """Score the group's answers by the model as it is now, under the parameters that they were sampled with.
+
+    The recorded masks are replayed. Raises ValueError as `replay.logprobs`, `replay.check_logprobs_mode` (the group's
+    logprobs must be those of the sampled distribution) and `group_logits` do.
     """
+    replay.check_logprobs_mode(group.logprobs_mode, group.sampling_params)
+    prompt, choices = group.prompt.token_ids, group.choices
     logits, states = group_logits(model, prompt, [choice.token_ids for choice in choices], hidden=hidden)
-    tables = logits.split([len(choice.token_ids) for choice in choices])
     logprobs = [
         replay.logprobs(
             table,
             choice.token_ids,
-            sampling_params=sampling_params,
+            sampling_params=group.sampling_params,
             sampling_mask=choice.sampling_mask,
             prompt_token_ids=prompt,
         )
-        for table, choice in zip(tables, choices, strict=True)
+        for table, choice in zip(logits.split(group.lengths), choices, strict=True)
     ]
     with torch.no_grad():
         entropies = losses.entropies(logits)
     return Scores(torch.cat(logprobs), entropies, states)
 
 
-def current_gap(model: PreTrainedModel, group: Group | None, lags: Callable[[Group], Tensor]) -> float | None:
+def current_gap(
+    model: PreTrainedModel, group: RolloutGroup | None, lags: Callable[[RolloutGroup], Tensor]
+) -> float | None:
     """The largest |log π_θ - log π_old| over tokens that the model's very weights have sampled (`lags` 0), in nats.
 
     0 in exact mode; None where the group has no such token. Of the groups that a step trains on, few may have one: most
@@ -130,5 +146,5 @@ def current_gap(model: PreTrainedModel, group: Group | None, lags: Callable[[Gro
     if group is None or not (current := lags(group) == 0).any():
         return None
     with torch.no_grad():
-        new = score(model, group.prompt.token_ids, group.choices, group.sampling_params).logprobs
+        new = score_group(model, group).logprobs
     return float((new - torch.tensor(group.logprobs, device=new.device)).abs()[current.to(new.device)].max())

@@ -1,7 +1,7 @@
 """The formulas of the losses, on flat rows of tokens; docs/training.md derives them and names their sources.
 
 A token's `old` logprob is always the server's, of the distribution that it was drawn from, and `new` that of the
-trainer's own forward pass (`scoring.score`): the ratio of the two corrects for stale weights, too.
+trainer's own forward pass (`groups.score_group`): the ratio of the two corrects for stale weights, too.
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ from trainer_bridge.score import replay
 
 
 def group_advantages(rewards: Sequence[float]) -> Tensor:
-    """(r - mean) / std over a group's rewards, (n,) float32; all zero where they are the same.
+    """(r - mean) / (std + 1e-4) over a group's rewards, (n,) float32; exactly zero where they are the same.
 
-    Shao et al. 2024, "DeepSeekMath" (GRPO), arXiv:2402.03300.
+    Computed in float64. Shao et al. 2024, "DeepSeekMath" (GRPO), arXiv:2402.03300.
     """
-    r = torch.tensor(rewards)
-    return (r - r.mean()) / (r.std(correction=0) + 1e-4)
+    r = torch.tensor(rewards, dtype=torch.float64)
+    if not len(r) or r.min() == r.max():
+        return torch.zeros(len(r))
+    return ((r - r.mean()) / (r.std(correction=0) + 1e-4)).float()
+
+
+def token_advantages(rewards: Sequence[float], lengths: Sequence[int]) -> Tensor:
+    """Each answer's advantage in its group (`group_advantages`), for each of its tokens: (sum of lengths,) float32."""
+    return group_advantages(rewards).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
 
 
 def clipped_surrogate(new: Tensor, old: Tensor, advantages: Tensor, *, low: float, high: float, cap: float) -> Tensor:
@@ -91,6 +98,9 @@ def k3(new: Tensor, old: Tensor) -> Tensor:
 
 
 def entropies(logits: Tensor) -> Tensor:
-    """Entropy in nats of softmax(logits) along the last dimension, (…,) float32."""
+    """Entropy in nats of softmax(logits) along the last dimension, (…,) float32; differentiable.
+
+    Tokens of logit -inf add nothing, to it or to the gradient.
+    """
     logprobs = logits.float().log_softmax(-1)
-    return -torch.where(logprobs == -math.inf, 0.0, logprobs.exp() * logprobs).sum(-1)
+    return -(logprobs.exp() * logprobs.masked_fill(logprobs == -math.inf, 0.0)).sum(-1)

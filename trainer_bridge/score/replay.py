@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollout.sampling.filters import SamplingRow, add_logit_bias, apply_penalties, divide_by_temperature, without_nan
-from rollout.sampling.params import SamplingParams
+from rollout.sampling.params import SamplingParams, check_names
 from trainer_bridge.client import Span
+
+_BLOCK_ROWS = 256
 
 
 def token_logprobs(logits: Tensor, token_ids: Tensor | Sequence[int]) -> Tensor:
@@ -44,7 +45,8 @@ def logprobs(
     make the ratio 0 or undefined, so the recorded support stands for it and is held constant. A step whose mask is
     None was not filtered. A greedy step's support is its token: its logprob is 0.
 
-    Raises ValueError where lengths differ, where a sampled token is outside its mask, and where `sampling_params` drop
+    Memory grows with T, not with its square. Raises ValueError where lengths differ, for a name that no sampling
+    parameter has, where a sampled token is outside its mask, and where `sampling_params` drop
     tokens (bad words aside, which seldom do) but no mask is given: run the server with --return-sampling-mask, or pass
     `[None] * T` if no step was filtered. Also where a repetition penalty lacks `prompt_token_ids`.
     """
@@ -54,19 +56,72 @@ def logprobs(
     if len(ids) != length or (sampling_mask is not None and len(sampling_mask) != length):
         got = f"{len(ids)} token_ids" + ("" if sampling_mask is None else f" and {len(sampling_mask)} masks")
         raise ValueError(f"{length} rows of logits need as many token_ids and masks, got {got}")
-    if sampling_mask is None:
-        _check_unrestricted(params, vocab_size)
+    if sampling_mask is None and not params.greedy and (dropping := _dropping(params, vocab_size)):
+        raise ValueError(
+            f"{', '.join(dropping)} dropped tokens, but there is no sampling_mask: run the server with "
+            "--return-sampling-mask, or pass a list of None if no step was filtered"
+        )
     if params.repetition_penalty != 1 and prompt_token_ids is None:
         raise ValueError(f"repetition_penalty={params.repetition_penalty} looks at the prompt: pass prompt_token_ids")
+    masks: Sequence[Sequence[int] | None] = [[i] for i in ids] if params.greedy else sampling_mask or [None] * length
+    blocks = logits.split(_BLOCK_ROWS) if length else [logits]
+    starts = range(0, length or 1, _BLOCK_ROWS)
+    found = [
+        _block_logprobs(block, start, ids, masks[start : start + len(block)], params, prompt_token_ids or ())
+        for start, block in zip(starts, blocks, strict=True)
+    ]
+    return torch.cat(found)
+
+
+def _block_logprobs(
+    logits: Tensor,
+    start: int,
+    ids: Sequence[int],
+    masks: Sequence[Sequence[int] | None],
+    params: SamplingParams,
+    prompt: Sequence[int],
+) -> Tensor:
+    """Those of `logits` (rows, vocab), whose first row predicts `ids[start]`: a row that is penalised holds all the
+    ids before it, so only a block's worth of rows is made at a time."""
     moved = without_nan(logits)
-    rows = [SamplingRow(params, 0, 0, prompt_token_ids or (), ids[:t]) for t in range(length)]
+    steps = range(start, start + len(logits))
+    if (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0):
+        rows = [SamplingRow(params, 0, 0, prompt, ids[:t]) for t in steps]
+    else:
+        rows = [SamplingRow(params, 0, 0, prompt, ())] * len(logits)
     add_logit_bias(moved, rows)
     apply_penalties(moved, rows)
     divide_by_temperature(moved, rows)
-    masks = [[i] for i in ids] if params.greedy else sampling_mask
-    if masks is not None:
-        moved = moved.masked_fill(_dropped(masks, ids, moved), -math.inf)
-    return token_logprobs(moved, ids)
+    sampled = ids[start : steps.stop]
+    if any(mask is not None for mask in masks):
+        moved = moved.masked_fill(_dropped(masks, sampled, moved, start), -math.inf)
+    return token_logprobs(moved, sampled)
+
+
+def check_logprobs_mode(mode: str | None, sampling_params: SamplingParams | Mapping[str, Any] | None) -> None:
+    """Raise ValueError where a server's logprobs can't be those of the distribution that it samples from.
+
+    `mode` is /weight_info's `logprobs_mode`, None where a server doesn't say. `raw_logprobs` are those of the logits
+    before bias, penalties, temperature and filters: π_old of a request that asks for none of them only.
+    """
+    if mode == "processed_logprobs":
+        return
+    params = _as_params(sampling_params)
+    moving = {
+        "temperature": params.temperature != 1,
+        "logit_bias": bool(params.logit_bias),
+        "repetition_penalty": params.repetition_penalty != 1,
+        "frequency_penalty": params.frequency_penalty != 0,
+        "presence_penalty": params.presence_penalty != 0,
+        "bad_words": bool(params.bad_words),
+    }
+    if at_work := [name for name, moves in moving.items() if moves] + _dropping(params):
+        said = f"its logprobs are {mode}" if mode else "it doesn't say what its logprobs are"
+        settings = ", ".join(f"{name}={getattr(params, name)}" for name in at_work)
+        raise ValueError(
+            f"{settings}: tokens are drawn from another distribution than the server's logprobs are of ({said}), so "
+            "ratios would be wrong: start it with --logprobs-mode processed_logprobs"
+        )
 
 
 def importance_ratios(new_logprobs: Tensor, old_logprobs: Tensor, *, cap: float | None = None) -> Tensor:
@@ -112,37 +167,34 @@ def _per_token(spans: Sequence[Span | Mapping[str, Any]], length: int, key: str)
 def _as_params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:
     if isinstance(params, SamplingParams):
         return params
-    known = {f.name for f in fields(SamplingParams)}
-    given = {name: value for name, value in (params or {}).items() if name in known and value is not None}
+    check_names(params or ())
+    given = {name: value for name, value in (params or {}).items() if value is not None}
     if "logit_bias" in given:  # JSON has no integer keys
         given["logit_bias"] = {int(token): float(bias) for token, bias in given["logit_bias"].items()}
     return SamplingParams(**given)
 
 
-def _check_unrestricted(params: SamplingParams, vocab_size: int) -> None:
-    if params.greedy:
-        return
+def _dropping(params: SamplingParams, vocab_size: int | None = None) -> list[str]:
+    """Names of the parameters at work that drop tokens at known steps (bad words aside)."""
     dropping = {
         "allowed_token_ids": params.allowed_token_ids is not None,
         "min_tokens": params.min_tokens > 0,
         "min_p": params.min_p > 0,
-        "top_k": 0 < params.top_k < vocab_size,
+        "top_k": params.top_k > 0 and (vocab_size is None or params.top_k < vocab_size),
         "top_p": params.top_p < 1,
     }
-    if at_work := [name for name, drops in dropping.items() if drops]:
-        raise ValueError(
-            f"{', '.join(at_work)} dropped tokens, but there is no sampling_mask: run the server with "
-            "--return-sampling-mask, or pass a list of None if no step was filtered"
-        )
+    return [name for name, drops in dropping.items() if drops]
 
 
-def _dropped(masks: Sequence[Sequence[int] | None], ids: Sequence[int], logits: Tensor) -> Tensor:
-    """Bool (T, vocab): True outside each step's mask. Raises ValueError where a sampled token is outside its own."""
+def _dropped(masks: Sequence[Sequence[int] | None], ids: Sequence[int], logits: Tensor, start: int) -> Tensor:
+    """Bool (rows, vocab): True outside each step's mask. Raises ValueError where a sampled token is outside its own."""
     dropped = torch.zeros(logits.shape, dtype=torch.bool)
-    for t, (mask, token) in enumerate(zip(masks, ids, strict=True)):
+    for row, (mask, token) in enumerate(zip(masks, ids, strict=True)):
         if mask is not None:
-            dropped[t] = True
-            dropped[t, torch.as_tensor(mask, dtype=torch.long)] = False
-            if dropped[t, token]:
-                raise ValueError(f"token {token} at step {t} is outside its sampling_mask of {len(mask)} tokens")
+            dropped[row] = True
+            dropped[row, torch.as_tensor(mask, dtype=torch.long)] = False
+            if dropped[row, token]:
+                raise ValueError(
+                    f"token {token} at step {start + row} is outside its sampling_mask of {len(mask)} tokens"
+                )
     return dropped.to(logits.device)
