@@ -160,7 +160,7 @@ class Fleet:
         return sum(client.in_flight for client in self.ranks)
 
     def check_room(self, n: int) -> None:
-        """Raise a 503 where a request of `n` choices would be too much."""
+        """Raise a 503 where `n` choices more would be too much; to be asked right before they are submitted."""
         if self.max_queued is None:
             return
         most = self.info.max_num_seqs * len(self._sources()) + self.max_queued
@@ -176,7 +176,6 @@ class Fleet:
         Raises EngineError where no engine can serve it.
         """
         params = request.sampling_params
-        self.check_room(params.n)
         if params.seed is None:
             params.seed = self._seeds.getrandbits(63)  # the same on every rank, and where it is begun again
         stream = RequestStream(request, pinned=rank is not None)

@@ -7,13 +7,12 @@ from fastapi import FastAPI
 from rollout import __version__
 from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.fleet import Fleet
-from rollout.server.api import chat, completions, control, generate, messages, render, weights
-from rollout.server.api import tokenize as text
+from rollout.server.api import control, generate, render, tokenize, weights
 from rollout.server.auth import PROBES, BearerAuth, api_keys
-from rollout.server.context import Server
+from rollout.server.context import ServerContext
+from rollout.server.errors import install_error_handlers
 from rollout.server.limits import BodyLimit
 from rollout.server.text.tokenizer import BackgroundTokenizer
-from rollout.server.wire.errors import install_error_handlers
 from rollout.server.wire.openapi import install_openapi
 
 
@@ -21,14 +20,14 @@ def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig)
     """The app that serves these engines, which must be ready; its state is `app.state.server`. Needs a running loop."""
     app = FastAPI(title="rollout", version=__version__)
     tokenizer = BackgroundTokenizer(engine_config.model, enabled=not (config.tokens_only or config.skip_tokenizer_init))
-    server = app.state.server = Server(engine, engine_config, config, tokenizer)
+    server = app.state.server = ServerContext(engine, engine_config, config, tokenizer)
     engine.max_queued = config.max_queued_requests
     app.include_router(control.router)
     app.include_router(weights.router)
-    for api in (completions, chat, messages, text):
-        app.include_router(api.router)
-    for api in (generate, render):
-        app.include_router(api.router if server.scale_out else api.disabled_router)
+    app.include_router(generate.router)
+    app.include_router(tokenize.router)
+    for router in (generate.scale_out_router, render.router):
+        app.include_router(router if server.scale_out else generate.disabled(router))
     install_error_handlers(app)
     install_openapi(app)
     open_paths = PROBES | ({"/abort_requests"} if config.tokens_only else set())

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rollout.server.wire.errors import ApiError, error_response
+from rollout.server.errors import ApiError, error_response
 
 PROBES = frozenset({"/health", "/ping"})
 ENVIRONMENT = ("ROLLOUT_API_KEY", "VLLM_API_KEY")

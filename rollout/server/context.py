@@ -12,15 +12,16 @@ from fastapi.exceptions import RequestValidationError
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.fleet import Fleet
+from rollout.messages import EngineReady
+from rollout.server.errors import ApiError
 from rollout.server.metrics import Metrics
 from rollout.server.text.tokenizer import BackgroundTokenizer
-from rollout.server.wire.errors import ApiError
 
 PauseMode = Literal["abort", "wait", "keep"]
 
 
 @dataclass
-class Server:
+class ServerContext:
     """The engines and the settings behind one app. `pause_mode` is that of the pause in force, None while serving."""
 
     engine: Fleet
@@ -36,7 +37,12 @@ class Server:
         """Whether token-in/token-out is served."""
         return self.config.enable_scale_out or self.config.tokens_only
 
-    @property
+    @cached_property
+    def model(self) -> EngineReady:
+        """The facts about the model, as the first engine stated them."""
+        return self.engine.info
+
+    @cached_property
     def model_name(self) -> str:
         """The name clients use."""
         return self.config.served_model_name or self.engine_config.model
@@ -46,9 +52,9 @@ class Server:
         """What /metrics says."""
         return Metrics(self.model_name)
 
-    def check_accepting(self) -> None:
-        """Raise a 503 where a new request can't be taken: no engine or no weights, an abort or wait pause, stopping,
-        a full queue."""
+    def check_accepting(self, choices: int) -> None:
+        """Raise a 503 where a request of so many choices can't be taken now: no engine or no weights, an abort or wait
+        pause, stopping, a full queue."""
         if self.engine.refusal is not None:
             raise self.engine.refusal
         reason = None
@@ -58,7 +64,7 @@ class Server:
             reason = f"Generation is paused (mode={self.pause_mode}); retry after POST /resume."
         if reason is not None:
             raise ApiError(503, reason, headers={"Retry-After": "1"})
-        self.engine.check_room(1)
+        self.engine.check_room(choices)
 
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for a model that is not the one served (by its served name or its path)."""
@@ -67,8 +73,8 @@ class Server:
             raise ApiError(404, message, param="model")
 
 
-async def _server(request: Request) -> Server:
-    server: Server = request.app.state.server
+async def _server(request: Request) -> ServerContext:
+    server: ServerContext = request.app.state.server
     return server
 
 
@@ -80,4 +86,4 @@ async def require_json(request: Request) -> None:
         raise RequestValidationError(["Unsupported Media Type: Only 'application/json' is allowed"])
 
 
-ServerDep = Annotated[Server, Depends(_server)]
+ServerDep = Annotated[ServerContext, Depends(_server)]

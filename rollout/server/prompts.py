@@ -11,23 +11,39 @@ import msgspec
 from jinja2 import TemplateError
 
 from rollout.sampling.params import ParameterError
-from rollout.server.context import Server
-from rollout.server.generation import require_vocabulary
-from rollout.server.wire.openai_requests import ChatFields, ContentPart, Message
+from rollout.server.context import ServerContext
+from rollout.server.errors import ApiError
+from rollout.server.text.detokenizer import Vocabulary
+from rollout.server.wire.body import ChatFields, ContentPart, Message, Prompt, TextPrompt
 
 
-async def require_tokenizer(server: Server) -> Any:
+async def require_vocabulary(server: ServerContext, what: str, *, param: str | None = None) -> Vocabulary:
+    """The tokenizer's vocabulary; a 400 where the server has no tokenizer, for `what` ("Text needs") one."""
+    vocabulary = await server.tokenizer.vocabulary()
+    if vocabulary is None:
+        message = f"{what} a tokenizer, and this server has none: use token ids, and stop_token_ids."
+        raise ApiError(400, message, param=param)
+    return vocabulary
+
+
+async def require_tokenizer(server: ServerContext) -> Any:
     """Transformers' tokenizer. Raises a 400 where this server has none."""
     return (await require_vocabulary(server, "Text needs")).tokenizer
 
 
-async def encode(server: Server, text: str, *, add_special_tokens: bool) -> list[int]:
-    """The token ids of a text. Raises a 400 for a text that no prompt of the model's length can hold."""
-    tokenizer = await require_tokenizer(server)
-    return await asyncio.to_thread(_encode, tokenizer, text, add_special_tokens, server.engine.info.max_model_len)
+async def token_ids(server: ServerContext, prompt: Prompt) -> list[int]:
+    """The token ids of a prompt. Raises a 400 for a text that no prompt of the model's length can hold."""
+    match prompt:
+        case TextPrompt(text, add_special_tokens):
+            tokenizer = await require_tokenizer(server)
+            return await asyncio.to_thread(_encode, tokenizer, text, add_special_tokens, server.model.max_model_len)
+        case ChatFields():
+            return await render_chat(server, prompt)
+        case _:
+            return prompt
 
 
-async def render_chat(server: Server, chat: ChatFields) -> list[int]:
+async def render_chat(server: ServerContext, chat: ChatFields) -> list[int]:
     """The token ids of a chat, by the tokenizer's template or, where the server trusts it, the request's.
 
     Raises ParameterError for content that isn't text, and for what the template itself refuses.
@@ -42,7 +58,7 @@ async def render_chat(server: Server, chat: ChatFields) -> list[int]:
         raise ParameterError(
             "Cannot set both `continue_final_message` and `add_generation_prompt` to True.", "continue_final_message"
         )
-    tokenizer, limit = await require_tokenizer(server), server.engine.info.max_model_len
+    tokenizer, limit = await require_tokenizer(server), server.model.max_model_len
 
     def render() -> list[int]:
         text = _apply_template(tokenizer, chat)

@@ -22,7 +22,7 @@ from rollout.fleet.client import run_engine
 from rollout.messages import AddRequest
 from rollout.model.routed_experts import find_routers
 from rollout.outputs import RoutingShape, TokenOutput
-from rollout.server.answers.routing import routed_experts_npy
+from rollout.server.generation import routed_experts_npy
 from tests.support import text_server, tiny_models
 from tests.support.engine_utils import Outputs, engine, ids, prompt, request, run
 from tests.support.server_harness import running_server

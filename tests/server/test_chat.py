@@ -11,8 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from rollout.server.api.messages import _error
-from rollout.server.wire.errors import ApiError
+from rollout.config import ServerConfig
+from rollout.server.errors import ApiError
+from rollout.server.wire.answer import Answer
+from rollout.server.wire.anthropic import MessagesRequest, MessagesWriter
 from tests.support import text_server
 from tests.support.text_server import events, ok, refusal
 
@@ -333,7 +335,9 @@ def test_refusals_of_a_message_name_the_field(
 
 
 def test_an_error_within_a_stream_is_an_event_of_anthropics() -> None:
-    name, data = _error(ApiError(503, "gone")).decode().strip().split("\n")
+    body = MessagesRequest(messages=[USER], max_tokens=1)
+    writer = MessagesWriter(body, ServerConfig(), [Answer("id", "smol", [1], None, prompt_tokens=1)])
+    name, data = writer.error(ApiError(503, "gone")).decode().strip().split("\n")
     assert name == "event: error"
     assert json.loads(data.removeprefix("data: ")) == {
         "type": "error",

@@ -24,10 +24,10 @@ from rollout.outputs import TokenOutput, mask_ids
 from rollout.sampling.filters import SamplingRow
 from rollout.sampling.params import SamplingParams
 from rollout.sampling.sampler import Sampler
-from rollout.server.generation import check_satisfiable
+from rollout.server.admit import check_satisfiable
+from rollout.server.errors import ApiError
 from rollout.server.text import tokenizer
 from rollout.server.text.tokenizer import BackgroundTokenizer
-from rollout.server.wire.errors import ApiError
 from tests.support import abuse, tiny_models
 from tests.support.engine_utils import TOLERANCE, engine, prompt, request, teacher_forced
 from tests.support.server_harness import RunningServer, running_server

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
@@ -13,9 +12,8 @@ from hypothesis import strategies as st
 
 from rollout.config import ServerConfig
 from rollout.server.answers.derender import Derenderer
-from rollout.server.context import Server
 from rollout.server.text.detokenizer import Vocabulary
-from rollout.server.wire.openai_requests import CompletionRequest
+from rollout.server.wire.completions import CompletionRequest
 from rollout.server.wire.render import (
     DerenderChatStreamRequest,
     DerenderCompletionRequest,
@@ -190,10 +188,8 @@ IDS = st.lists(st.one_of(st.integers(0, 280), st.sampled_from([*"aé你😀".enc
 STOPS = st.sampled_from([[], ["ab"], ["a", "éa"], ["\ufffd"], ["你", "the"]])
 
 
-def derenderer(request: CompletionRequest | None, vocabulary: Vocabulary) -> Derenderer:
-    engine = SimpleNamespace(info=SimpleNamespace(eos_token_ids=[98]))
-    server = SimpleNamespace(config=ServerConfig(), model_name="smol", engine=engine)
-    return Derenderer(cast(Server, server), vocabulary, request, None)
+def derenderer(vocabulary: Vocabulary) -> Derenderer:
+    return Derenderer(ServerConfig(), "smol", vocabulary, eos_token_ids=[98])
 
 
 def chunks_of(data: st.DataObject, ids: list[int]) -> list[list[int]]:
@@ -209,16 +205,18 @@ def test_any_chunking_derenders_to_the_text_of_the_whole(
     prompt, ids = ([i % len(vocabulary.tokenizer) for i in some] for some in (prompt, ids))
     request = CompletionRequest(prompt="x", stop=stop, skip_special_tokens=skip)
     request.min_tokens = data.draw(st.integers(0, 3))
-    reader = derenderer(request, vocabulary)
+    reader = derenderer(vocabulary)
     whole = {"request_id": "r", "prompt_token_ids": prompt, "choices": [{"token_ids": ids, "finish_reason": "length"}]}
-    expected = reader.completion(DerenderCompletionRequest.model_validate({"generate_responses": [whole]}))
+    expected = reader.completion(
+        DerenderCompletionRequest.model_validate({"generate_responses": [whole], "completion_request": request})
+    )
     state: dict[str, Any] | None = None
     text = ""
     pieces = chunks_of(data, ids)
     for number, piece in enumerate(pieces):
         choice = {"token_ids": piece, "finish_reason": "length" if number == len(pieces) - 1 else None}
         chunk = {"request_id": "r", "choices": [choice], "prompt_token_ids": None if state else prompt}
-        call = {"stream": True, "generate_chunk": chunk, "stream_state": state}
+        call = {"stream": True, "generate_chunk": chunk, "stream_state": state, "completion_request": request}
         made, after = reader.completion_chunk(DerenderCompletionStreamRequest.model_validate(call))
         text += made.choices[0].text
         if stop and text == expected.choices[0].text:
@@ -230,7 +228,7 @@ def test_any_chunking_derenders_to_the_text_of_the_whole(
 
 
 def test_chat_chunks_carry_the_role_once() -> None:
-    reader = derenderer(None, VOCABULARIES[0])
+    reader = derenderer(VOCABULARIES[0])
     call = {"stream": True, "generate_chunk": CHUNK}
     made, state = reader.chat_chunk(DerenderChatStreamRequest.model_validate(call))
     assert (made.choices[0].delta.role, made.choices[0].delta.content) == ("assistant", "a")
@@ -257,7 +255,7 @@ def test_the_token_that_ended_a_choice_is_no_text(
 ) -> None:
     choice = {"token_ids": ids, "finish_reason": finish_reason, "stop_reason": stop_reason}
     whole = {"generate_responses": [{"request_id": "r", "choices": [choice]}]}
-    made = derenderer(None, VOCABULARIES[0]).completion(DerenderCompletionRequest.model_validate(whole))
+    made = derenderer(VOCABULARIES[0]).completion(DerenderCompletionRequest.model_validate(whole))
     assert made.choices[0].text == text
 
 

@@ -7,15 +7,14 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.outputs import TokenOutput
-from rollout.server.text.spans import SpanBuilder, spans
+from rollout.server.generation import weight_versions
 
 stamps = st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 2), st.sampled_from(["current", "mixed"])))
 
 
 @given(stamps)
 def test_spans_tile_the_tokens_and_say_of_each_its_stamp(given_stamps):
-    found = spans(given_stamps)
+    found = weight_versions(given_stamps)
     assert [(s.version, s.epoch, s.kv) for s in found for _ in range(s.start, s.end)] == given_stamps
     assert [s.start for s in found] == [0, *(s.end for s in found[:-1])][: len(found)]
     for left, right in pairwise(found):
@@ -23,17 +22,5 @@ def test_spans_tile_the_tokens_and_say_of_each_its_stamp(given_stamps):
 
 
 def test_a_new_epoch_under_the_same_label_starts_a_span():
-    assert [(s.start, s.end, s.epoch) for s in spans([("v", 1, "current"), ("v", 2, "current")])] == [
-        (0, 1, 1),
-        (1, 2, 2),
-    ]
-
-
-@given(stamps, st.integers(0, 12))
-def test_a_builder_that_was_cut_says_what_the_kept_tokens_say(given_stamps, kept):
-    builder = SpanBuilder()
-    for version, epoch, kv in given_stamps:
-        builder.append(TokenOutput("r", 0, token_id=7, version=version, epoch=epoch, kv=kv))
-    builder.append(TokenOutput("r", 0, token_id=None, version="z", epoch=9))
-    builder.truncate(kept)
-    assert builder.spans() == spans(given_stamps[:kept])
+    found = weight_versions([("v", 1, "current"), ("v", 2, "current")])
+    assert [(s.start, s.end, s.epoch) for s in found] == [(0, 1, 1), (1, 2, 2)]

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.messages import AddRequest
-from rollout.outputs import TokenOutput
+from rollout.outputs import TokenOutput, WeightVersionSpan
 from rollout.sampling.params import SamplingParams
+from rollout.server.generation import weight_versions
 
 TOLERANCE = 1e-4
 """Largest difference of a logprob in float32 from transformers' teacher-forced forward."""
@@ -86,3 +87,8 @@ def assert_exact(model: PreTrainedModel, requests: Iterable[AddRequest], outputs
             expected = teacher_forced(model, item.prompt_token_ids, ids(choice)).log_softmax(-1)
             expected = expected.gather(-1, torch.tensor(ids(choice))[:, None])[:, 0]
             torch.testing.assert_close(logprobs(choice), expected, atol=TOLERANCE, rtol=0)
+
+
+def spans(outputs: list[TokenOutput]) -> list[WeightVersionSpan]:
+    """The spans that a server makes of one choice's outputs."""
+    return weight_versions((o.version, o.epoch, o.kv) for o in outputs if o.token_id is not None)

@@ -20,13 +20,12 @@ from transformers import PreTrainedModel
 from rollout.messages import AbortRequests, AddRequest
 from rollout.model.parameters import CommitMethod
 from rollout.outputs import TokenOutput
-from rollout.server.text.spans import SpanBuilder
 from rollout.weights.bodies import Announcement
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.staging import Incoming, Staging
 from rollout.weights.transport.broadcast import _unpack
 from tests.support import tiny_models
-from tests.support.engine_utils import engine, ids, logprobs, prompt, request
+from tests.support.engine_utils import engine, ids, logprobs, prompt, request, spans
 from tests.support.push_reference import as_stamped
 from tests.support.wait import eventually
 
@@ -426,9 +425,6 @@ class Machine:
         tokens = ids(outputs)
         if outputs[-1].finish_reason == "length":
             assert len(tokens) == item.sampling_params.max_tokens
-        builder = SpanBuilder()
-        for output in outputs:
-            builder.append(output)
         if tokens:
-            expected = as_stamped(self.models, item.prompt_token_ids, tokens, builder.spans())
+            expected = as_stamped(self.models, item.prompt_token_ids, tokens, spans(outputs))
             torch.testing.assert_close(logprobs(outputs), expected, atol=1e-3, rtol=0)

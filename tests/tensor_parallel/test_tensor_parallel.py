@@ -20,7 +20,6 @@ from rollout.config import EngineConfig, ServerConfig
 from rollout.engine.engine import Engine
 from rollout.engine.process import run_engine
 from rollout.outputs import TokenOutput
-from rollout.server.text.spans import SpanBuilder
 from rollout.tensor_parallel.team import FollowerLostError
 from rollout.weights.errors import WeightUpdateError
 from tests.support import tiny_models
@@ -34,6 +33,7 @@ from tests.support.engine_utils import (
     prompt,
     request,
     run,
+    spans,
     teacher_forced,
 )
 from tests.support.push_reference import as_stamped
@@ -222,11 +222,8 @@ def push_in_mid_generation(running: Team, models: list[PreTrainedModel], tensors
     assert running.call("finish_weight_update", weight_version="v1")["weight_version"] == "v1"
     while running.engine.has_work:
         outputs += running.engine.step()
-    spans = SpanBuilder()
-    for output in outputs:
-        spans.append(output)
-    assert [span.version for span in spans.spans()] == ["default", "v1"]
-    expected = as_stamped(models, item.prompt_token_ids, ids(outputs), spans.spans())
+    assert [span.version for span in spans(outputs)] == ["default", "v1"]
+    expected = as_stamped(models, item.prompt_token_ids, ids(outputs), spans(outputs))
     torch.testing.assert_close(logprobs(outputs), expected, atol=TOLERANCE, rtol=0)
 
 

@@ -18,9 +18,8 @@ from rollout.config import KVPolicy
 from rollout.engine.engine import Engine
 from rollout.messages import AbortRequests, AddRequest
 from rollout.outputs import TokenOutput, WeightVersionSpan
-from rollout.server.text.spans import SpanBuilder
 from tests.support import tiny_models
-from tests.support.engine_utils import TOLERANCE, Outputs, engine, ids, logprobs, prompt, request, teacher_forced
+from tests.support.engine_utils import TOLERANCE, Outputs, engine, ids, logprobs, prompt, request, spans, teacher_forced
 from tests.support.push_reference import as_stamped, assert_moved, single
 from tests.support.wait import eventually
 
@@ -159,13 +158,6 @@ class Run:
         got = torch.tensor([row[0].logprob for row in rows[1:] if row])
         expected = single(self.epochs[first.epoch], tokens[:1], tokens[1:])
         torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
-
-
-def spans(outputs: list[TokenOutput]) -> list[WeightVersionSpan]:
-    builder = SpanBuilder()
-    for output in outputs:
-        builder.append(output)
-    return builder.spans()
 
 
 # -- a push into everything that can be under way

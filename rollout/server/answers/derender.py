@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from msgspec import UNSET
 
+from rollout.config import ServerConfig
 from rollout.outputs import FinishReason, TokenLogprob
-from rollout.sampling.params import ParameterError, SamplingParams
-from rollout.server.answers.text_answers import chat_logprobs, completion_logprobs, names_by_id
-from rollout.server.context import Server
+from rollout.sampling.params import ParameterError
 from rollout.server.text.detokenizer import TextReader, Vocabulary
-from rollout.server.wire.openai_answers import (
-    AssistantMessage,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatResponse,
-    CompletionChoice,
-    CompletionChunk,
-    CompletionChunkChoice,
-    CompletionLogprobs,
-    CompletionResponse,
-    MessageDelta,
-)
-from rollout.server.wire.openai_requests import ChatCompletionRequest, ChatLogprobs, CompletionRequest, OpenAIRequest
+from rollout.server.wire.answer import Answer, Delta, Usage
+from rollout.server.wire.chat import ChatChunk, ChatCompletionRequest, ChatResponse, ChatWriter
+from rollout.server.wire.completions import CompletionChunk, CompletionRequest, CompletionResponse, CompletionWriter
 from rollout.server.wire.render import (
     CARRIED_IDS,
     DerenderChatRequest,
@@ -39,140 +26,124 @@ from rollout.server.wire.render import (
     GeneratedLogprobs,
     GenerateTokensResponse,
 )
-from rollout.server.wire.tokens import TextLogprobs, Usage
+
+# What stands for a request that the client doesn't send along: everything is told that generate has told.
+_ANY_CHAT = ChatCompletionRequest.model_construct(messages=[], top_logprobs=-1)
+_ANY_COMPLETION = CompletionRequest.model_construct(prompt="")
 
 
+@dataclass
 class Derenderer:
-    """Reads one request's answers. `request` is what was rendered, None where the client doesn't say."""
+    """Reads the answers of one request with this vocabulary. A choice may end with one of `eos_token_ids`."""
 
-    def __init__(
-        self, server: Server, vocabulary: Vocabulary, request: OpenAIRequest | None, model: str | None
-    ) -> None:
-        self._server = server
-        self._vocabulary = vocabulary
-        self._request = request
-        self._params = SamplingParams()
-        if isinstance(request, ChatCompletionRequest | CompletionRequest):
-            self._params = request.sampling_params()
-        self._top = request.shown_logprobs if isinstance(request, ChatLogprobs) else -1
-        self._as_ids = server.config.return_tokens_as_token_ids if request is None else names_by_id(server, request)
-        self._with_ids = request is not None and bool(request.return_token_ids)
-        self._model = model or server.model_name
+    config: ServerConfig
+    model: str
+    vocabulary: Vocabulary
+    eos_token_ids: Collection[int]
 
     def chat(self, body: DerenderChatRequest) -> ChatResponse:
         """The answer of /v1/chat/completions that these ids make."""
-        response = body.generate_response
-        prompt_ids = body.prompt_token_ids or response.prompt_token_ids or []
-        choices = [
-            ChatChoice(
-                message=AssistantMessage(content=self._whole_text(choice, prompt_ids)),
-                logprobs=self._chat_logprobs(choice),
-                **self._of_choice(choice),
-                **self._carried(choice),
-            )
-            for choice in response.choices
-        ]
-        return ChatResponse(
-            id=response.request_id,
-            created=int(time.time()),
-            model=self._model,
-            choices=choices,
-            system_fingerprint=None,
-            usage=_usage([response], [_prompt_tokens(response, body.prompt_tokens, prompt_ids)]),
-            prompt_logprobs=response.prompt_logprobs,
-            prompt_token_ids=prompt_ids or None if self._with_ids else None,
-        )
+        request, response = body.chat_request or _ANY_CHAT, body.generate_response
+        answer = self._answer(response, body.prompt_token_ids, body.prompt_tokens)
+        made = ChatWriter(request, self.config, [answer]).whole(self._whole(request, answer, response))
+        made.system_fingerprint, made.prompt_logprobs = None, response.prompt_logprobs
+        return made
 
     def completion(self, body: DerenderCompletionRequest) -> CompletionResponse:
         """The answer of /v1/completions that these ids make."""
-        responses = body.generate_responses
-        if body.prompt_tokens is not None and len(body.prompt_tokens) != len(responses):
+        request, responses = body.completion_request or _ANY_COMPLETION, body.generate_responses
+        counts: Sequence[int | None] = body.prompt_tokens or [None] * len(responses)
+        if len(counts) != len(responses):
             raise ParameterError(
-                f"prompt_tokens must have one count a response, got {len(body.prompt_tokens)} for {len(responses)}.",
+                f"prompt_tokens must have one count a response, got {len(counts)} for {len(responses)}.",
                 "prompt_tokens",
             )
-        choices: list[CompletionChoice] = []
-        counts = []
-        for number, response in enumerate(responses):
-            prompt_ids = response.prompt_token_ids or []
-            given = None if body.prompt_tokens is None else body.prompt_tokens[number]
-            counts.append(_prompt_tokens(response, given, prompt_ids))
-            for choice in response.choices:
-                of_choice = self._of_choice(choice) | {"index": len(choices)}
-                made = CompletionChoice(
-                    text=self._whole_text(choice, prompt_ids),
-                    logprobs=self._completion_logprobs(choice, 0),
-                    prompt_logprobs=response.prompt_logprobs,
-                    prompt_token_ids=prompt_ids or None if self._with_ids else None,
-                    **of_choice,
-                    **self._carried(choice),
-                )
-                choices.append(made)
-        return CompletionResponse(
-            id=responses[0].request_id,
-            created=int(time.time()),
-            model=self._model,
-            choices=choices,
-            system_fingerprint=None,
-            usage=_usage(responses, counts),
-        )
+        answers = [self._answer(response, None, count) for response, count in zip(responses, counts, strict=True)]
+        choices: list[tuple[Answer, Delta]] = []
+        for answer, response in zip(answers, responses, strict=True):
+            choices += self._whole(request, answer, response, first_index=len(choices))
+        made = CompletionWriter(request, self.config, answers).whole(choices)
+        made.system_fingerprint = None
+        told = dict(zip(answers, responses, strict=True))
+        for choice, (answer, _) in zip(made.choices, choices, strict=True):
+            choice.prompt_logprobs = told[answer].prompt_logprobs
+        return made
 
     def chat_chunk(self, body: DerenderChatStreamRequest) -> tuple[ChatChunk, DerenderStreamState]:
         """The chunk of a streamed chat, and the state for the choice's next one. The first has the role."""
-        generated = body.generate_chunk
-        prompt_ids = body.prompt_token_ids or generated.prompt_token_ids or []
-        state = body.stream_state or DerenderStreamState(context=prompt_ids[-CARRIED_IDS:])
-        chunk = ChatChunk(id=generated.request_id, created=int(time.time()), model=self._model, choices=[])
+        request, generated = body.chat_request or _ANY_CHAT, body.generate_chunk
+        answer = self._answer(generated, body.prompt_token_ids, body.prompt_tokens)
+        writer = ChatWriter(request, self.config, [answer])
+        chunk, state = writer.envelope([]), _state(body.stream_state, answer)
         if (choice := _only_choice(generated)) is not None:
-            text, after = self._next_text(choice, state)
-            role = UNSET if state.role_sent else "assistant"
-            made = ChatChunkChoice(
-                delta=MessageDelta(role=role, content=text),
-                logprobs=self._chat_logprobs(choice),
-                **self._of_choice(choice),
-                **self._carried(choice),
-            )
+            text, after = self._next_text(request, choice, state)
+            made = writer.chunk_choice(answer, _delta(choice, text))
+            made.stop_reason = choice.stop_reason
+            if not state.role_sent:
+                made.delta.role = "assistant"
+                chunk.prompt_token_ids = writer.prompt_ids(answer) if request.return_token_ids else UNSET
             chunk.choices.append(made)
-            if self._with_ids and not state.role_sent:
-                chunk.prompt_token_ids = prompt_ids or None
             state = after.model_copy(update={"role_sent": True})
-        if generated.usage is not None:
-            chunk.usage = _stated_usage(generated, body.prompt_tokens)
+        chunk.usage = _stated_usage(generated, body.prompt_tokens)
         return chunk, state
 
     def completion_chunk(self, body: DerenderCompletionStreamRequest) -> tuple[CompletionChunk, DerenderStreamState]:
         """The chunk of a streamed completion, and the state for the choice's next one."""
-        generated = body.generate_chunk
-        prompt_ids = generated.prompt_token_ids or []
-        state = body.stream_state or DerenderStreamState(context=prompt_ids[-CARRIED_IDS:])
-        chunk = CompletionChunk(id=generated.request_id, created=int(time.time()), model=self._model, choices=[])
+        request, generated = body.completion_request or _ANY_COMPLETION, body.generate_chunk
+        answer = self._answer(generated, None, body.prompt_tokens)
+        writer = CompletionWriter(request, self.config, [answer])
+        chunk, state = writer.envelope([]), _state(body.stream_state, answer)
         if (choice := _only_choice(generated)) is not None:
-            text, after = self._next_text(choice, state)
-            logprobs = self._completion_logprobs(choice, state.text_offset)
-            if logprobs is not None and logprobs.tokens:
-                after.text_offset = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
-            made = CompletionChunkChoice(
-                text=text,
-                logprobs=logprobs,
-                prompt_token_ids=prompt_ids or None if self._with_ids and body.stream_state is None else None,
-                **self._of_choice(choice),
-                **self._carried(choice),
-            )
-            chunk.choices.append(made)
+            text, after = self._next_text(request, choice, state)
+            if body.stream_state is not None:
+                writer.offsets[choice.index] = state.text_offset
+            chunk.choices.append(writer.chunk_choice(answer, _delta(choice, text)))
+            after.text_offset = writer.offsets[choice.index]
             state = after
-        if generated.usage is not None:
-            chunk.usage = _stated_usage(generated, body.prompt_tokens)
+        chunk.usage = _stated_usage(generated, body.prompt_tokens)
         return chunk, state
 
-    def _whole_text(self, choice: GeneratedChoice, prompt_ids: Sequence[int]) -> str:
-        return self._read(TextReader(self._vocabulary, prompt_ids, self._params), choice)
+    def _answer(
+        self, response: GenerateTokensResponse, prompt_ids: Sequence[int] | None, prompt_tokens: int | None
+    ) -> Answer:
+        ids = list(prompt_ids or response.prompt_token_ids or [])
+        stated = 0 if response.usage is None else response.usage.prompt_tokens
+        return Answer(
+            request_id=response.request_id,
+            model=self.model,
+            prompt_token_ids=ids,
+            vocabulary=self.vocabulary,
+            prompt_tokens=prompt_tokens if prompt_tokens is not None else len(ids) or stated,
+            completion_tokens=sum(len(choice.token_ids) for choice in response.choices),
+        )
 
-    def _next_text(self, choice: GeneratedChoice, state: DerenderStreamState) -> tuple[str, DerenderStreamState]:
+    def _whole(
+        self,
+        request: ChatCompletionRequest | CompletionRequest,
+        answer: Answer,
+        response: GenerateTokensResponse,
+        first_index: int | None = None,
+    ) -> list[tuple[Answer, Delta]]:
+        """The choices, numbered from `first_index` on where it is given."""
+        found = []
+        params = request.to_sampling_params()
+        for number, choice in enumerate(response.choices):
+            text = self._read(TextReader(self.vocabulary, answer.prompt_token_ids, params), choice)
+            delta = _delta(choice, text)
+            if first_index is not None:
+                delta.index = first_index + number
+            found.append((answer, delta))
+        return found
+
+    def _next_text(
+        self, request: ChatCompletionRequest | CompletionRequest, choice: GeneratedChoice, state: DerenderStreamState
+    ) -> tuple[str, DerenderStreamState]:
         """What the chunk adds to the text, and the state after it. A new reader goes on where the last one was."""
-        params = replace(self._params, min_tokens=max(0, self._params.min_tokens - state.num_tokens))
-        reader = TextReader(self._vocabulary, state.context, params, read=state.token_ids, tail=state.tail)
+        asked = request.to_sampling_params()
+        params = replace(asked, min_tokens=max(0, asked.min_tokens - state.num_tokens))
+        reader = TextReader(self.vocabulary, state.context, params, read=state.token_ids, tail=state.tail)
         text = self._read(reader, choice)
-        skipped = self._vocabulary.special_ids if params.skip_special_tokens else frozenset[int]()
+        skipped = self.vocabulary.special_ids if params.skip_special_tokens else frozenset[int]()
         read = [*state.token_ids, *(token_id for token_id in choice.token_ids if token_id not in skipped)]
         after = DerenderStreamState(
             context=[*state.context, *read[:-CARRIED_IDS]][-CARRIED_IDS:],
@@ -186,8 +157,7 @@ class Derenderer:
     def _read(self, reader: TextReader, choice: GeneratedChoice) -> str:
         """The text that a choice's ids add; an EOS or stop token that ended it is read as the engine's end."""
         ids = choice.token_ids
-        eos = self._server.engine.info.eos_token_ids
-        by_token = isinstance(choice.stop_reason, int) or (bool(ids) and ids[-1] in eos)
+        by_token = isinstance(choice.stop_reason, int) or (bool(ids) and ids[-1] in self.eos_token_ids)
         end = FinishReason.STOP if by_token and choice.finish_reason == FinishReason.STOP else None
         text = []
         for number, token_id in enumerate(ids, start=1):
@@ -198,34 +168,25 @@ class Derenderer:
             text.append(reader.read(None, choice.finish_reason))
         return "".join(text)
 
-    def _of_choice(self, choice: GeneratedChoice) -> dict[str, Any]:
-        return {
-            "index": choice.index,
-            "finish_reason": choice.finish_reason,
-            "stop_reason": choice.stop_reason,
-            "token_ids": choice.token_ids if self._with_ids else None,
-        }
 
-    def _carried(self, choice: GeneratedChoice) -> dict[str, Any]:
-        """What generate said in this project's own fields, where the request asks for them, and of routed experts."""
-        given = choice.model_extra or {}
-        carried: dict[str, Any] = {}
-        if given.get("routed_experts") is not None:
-            carried["routed_experts"] = given["routed_experts"]
-        if self._request is None:
-            return carried
-        if self._request.return_weight_versions and given.get("weight_versions") is not None:
-            carried["weight_versions"] = given["weight_versions"]
-        if self._with_ids and self._server.config.return_sampling_mask:
-            carried["sampling_mask"] = given.get("sampling_mask")
-        return carried
+def _state(given: DerenderStreamState | None, answer: Answer) -> DerenderStreamState:
+    return given or DerenderStreamState(context=answer.prompt_token_ids[-CARRIED_IDS:])
 
-    def _chat_logprobs(self, choice: GeneratedChoice) -> TextLogprobs | None:
-        return chat_logprobs(_entries(choice.logprobs), self._vocabulary, top=self._top, as_ids=self._as_ids)
 
-    def _completion_logprobs(self, choice: GeneratedChoice, offset: int) -> CompletionLogprobs | None:
-        entries = _entries(choice.logprobs)
-        return completion_logprobs(choice.token_ids, entries, self._vocabulary, offset=offset, as_ids=self._as_ids)
+def _delta(choice: GeneratedChoice, text: str) -> Delta:
+    """The choice as writers take it, with what generate said in this project's own fields."""
+    said = choice.model_extra or {}
+    return Delta(
+        index=choice.index,
+        token_ids=choice.token_ids,
+        text=text,
+        logprobs=_entries(choice.logprobs),
+        sampling_mask=said.get("sampling_mask"),
+        routed_experts=said.get("routed_experts"),
+        weight_versions=said.get("weight_versions"),
+        finish_reason=choice.finish_reason,
+        stop_reason=choice.stop_reason,
+    )
 
 
 def _entries(logprobs: GeneratedLogprobs | None) -> list[list[TokenLogprob]] | None:
@@ -243,22 +204,9 @@ def _only_choice(chunk: GenerateTokensResponse) -> GeneratedChoice | None:
     return chunk.choices[0] if chunk.choices else None
 
 
-def _prompt_tokens(response: GenerateTokensResponse, given: int | None, prompt_ids: Sequence[int]) -> int:
-    if given is not None:
-        return given
-    if prompt_ids:
-        return len(prompt_ids)
-    return 0 if response.usage is None else response.usage.prompt_tokens
-
-
-def _usage(responses: Sequence[GenerateTokensResponse], prompt_tokens: Sequence[int]) -> Usage:
-    prompt = sum(prompt_tokens)
-    completion = sum(len(choice.token_ids) for response in responses for choice in response.choices)
-    return Usage(prompt_tokens=prompt, total_tokens=prompt + completion, completion_tokens=completion)
-
-
-def _stated_usage(chunk: GenerateTokensResponse, prompt_tokens: int | None) -> Usage:
-    assert chunk.usage is not None
+def _stated_usage(chunk: GenerateTokensResponse, prompt_tokens: int | None) -> Any:
+    if chunk.usage is None:
+        return UNSET
     prompt = chunk.usage.prompt_tokens if prompt_tokens is None else prompt_tokens
     completion = chunk.usage.completion_tokens
     return Usage(prompt, prompt + completion, completion, UNSET, UNSET)

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 from rollout import __version__
 from rollout.fleet.errors import EngineError
 from rollout.server.context import PauseMode, ServerDep, require_json
-from rollout.server.wire.errors import ApiError
+from rollout.server.errors import ApiError
 
 router = APIRouter(dependencies=[Depends(require_json)])
 
@@ -71,7 +71,7 @@ async def models(server: ServerDep) -> dict[str, Any]:
         "owned_by": "rollout",
         "root": server.engine_config.model,
         "parent": None,
-        "max_model_len": server.engine.info.max_model_len,
+        "max_model_len": server.model.max_model_len,
         "permission": [permission],
     }
     return {"object": "list", "data": [model]}
@@ -80,7 +80,7 @@ async def models(server: ServerDep) -> dict[str, Any]:
 @router.get("/server_info")
 async def server_info(server: ServerDep) -> dict[str, Any]:
     """The part of vLLM's configuration that trainers read (TRL asks for it with `config_format=json`)."""
-    info, mode = server.engine.info, server.engine_config.logprobs_mode
+    info, mode = server.model, server.engine_config.logprobs_mode
     return {
         "vllm_config": {
             "model_config": {"dtype": f"torch.{info.dtype}", "logprobs_mode": mode},

@@ -14,15 +14,14 @@ from fastapi import APIRouter, Depends, Request, Response
 from starlette.datastructures import Headers
 
 from rollout.sampling.params import ParameterError, SamplingParams
-from rollout.server.answers.choices import encode_json
+from rollout.server.admit import check_prompt, check_vocabulary, make_request_id, resolve_params
 from rollout.server.answers.derender import Derenderer
-from rollout.server.api.completions import prompt_token_ids
-from rollout.server.api.generate import scale_out_disabled
-from rollout.server.api.tokenize import check_vocabulary
-from rollout.server.context import Server, ServerDep, require_json
-from rollout.server.generation import check_prompt, make_request_id, require_vocabulary, resolve_params
-from rollout.server.prompts import render_chat
-from rollout.server.wire.openai_requests import ChatCompletionRequest, CompletionRequest, OpenAIRequest
+from rollout.server.context import ServerContext, ServerDep, require_json
+from rollout.server.prompts import require_vocabulary, token_ids
+from rollout.server.wire.answer import encode_json
+from rollout.server.wire.chat import ChatCompletionRequest
+from rollout.server.wire.completions import CompletionRequest
+from rollout.server.wire.openai import OpenAIRequest
 from rollout.server.wire.render import (
     DerenderChatRequest,
     DerenderChatStreamRequest,
@@ -35,11 +34,6 @@ from rollout.server.wire.render import (
 )
 
 router = APIRouter(dependencies=[Depends(require_json)])
-disabled_router = APIRouter()
-
-for _kind in ("completions", "chat/completions"):
-    for _step in ("render", "derender"):
-        disabled_router.add_api_route(f"/v1/{_kind}/{_step}", scale_out_disabled, methods=["POST"])
 
 # Rendered whatever their value, as a vLLM server does.
 _ALWAYS_RENDERED = (
@@ -56,35 +50,51 @@ _ALWAYS_RENDERED = (
 @router.post("/v1/chat/completions/render")
 async def render_chat_completion(body: ChatCompletionRequest, request: Request, server: ServerDep) -> Response:
     """The body for /inference/v1/generate that stands for this chat."""
-    server.check_model(body.model)
-    body.check()
-    token_ids = await render_chat(server, body)
-    rendered = _rendered(server, body, token_ids, body.sampling_params(), request.headers, "chatcmpl-")
+    (rendered,) = await _rendered(server, body, request.headers)
     return _json(encode_json(rendered))
 
 
 @router.post("/v1/completions/render")
 async def render_completion(body: CompletionRequest, request: Request, server: ServerDep) -> Response:
     """The bodies for /inference/v1/generate that stand for this completion, one a prompt."""
-    server.check_model(body.model)
-    body.check()
     if body.echo:
         raise ParameterError("echo can't be rendered: /inference/v1/generate answers with what is new.", "echo")
-    every = await prompt_token_ids(server, body)
-    rendered = [_rendered(server, body, ids, body.sampling_params(), request.headers, "cmpl-") for ids in every]
-    return _json(encode_json(rendered))
+    return _json(encode_json(await _rendered(server, body, request.headers)))
+
+
+async def _rendered(server: ServerContext, body: OpenAIRequest, headers: Headers) -> list[RenderedRequest]:
+    server.check_model(body.model)
+    body.check()
+    rendered = []
+    for prompt in body.prompts():
+        ids, params = await token_ids(server, prompt), body.to_sampling_params()
+        check_prompt(server.model, ids)
+        resolve_params(server, params, len(ids))
+        one = RenderedRequest(
+            request_id=make_request_id(headers, body),
+            token_ids=ids,
+            sampling_params=_rendered_params(params),
+            model=body.model or server.model_name,
+            return_token_ids=body.return_token_ids,
+            stream=bool(body.stream),
+            stream_options=None if body.stream_options is None else body.stream_options.model_dump(),
+            cache_salt=body.cache_salt,
+            priority=body.priority,
+        )
+        rendered.append(one)
+    return rendered
 
 
 @router.post("/v1/chat/completions/derender")
 async def derender_chat(body: DerenderChatRequest | DerenderChatStreamRequest, server: ServerDep) -> Response:
     """The answer to a chat that generated ids make; with `stream`, one chunk of it."""
-    check_vocabulary(server, body.prompt_token_ids or [])
+    check_vocabulary(server.model, body.prompt_token_ids or [])
     if isinstance(body, DerenderChatStreamRequest):
         _check_state(server, body.stream_state)
-        derenderer = await _derenderer(server, [body.generate_chunk], body.chat_request, body.model)
+        derenderer = await _derenderer(server, [body.generate_chunk], body.model)
         chunk, state = await asyncio.to_thread(derenderer.chat_chunk, body)
         return _json(encode_json(DerenderedChunk(chunk, state.model_dump())))
-    derenderer = await _derenderer(server, [body.generate_response], body.chat_request, body.model)
+    derenderer = await _derenderer(server, [body.generate_response], body.model)
     return _json(encode_json(await asyncio.to_thread(derenderer.chat, body)))
 
 
@@ -95,34 +105,16 @@ async def derender_completion(
     """The answer to a completion that generated ids make; with `stream`, one chunk of it."""
     if isinstance(body, DerenderCompletionStreamRequest):
         _check_state(server, body.stream_state)
-        derenderer = await _derenderer(server, [body.generate_chunk], body.completion_request, body.model)
+        derenderer = await _derenderer(server, [body.generate_chunk], body.model)
         chunk, state = await asyncio.to_thread(derenderer.completion_chunk, body)
         return _json(encode_json(DerenderedChunk(chunk, state.model_dump())))
-    derenderer = await _derenderer(server, body.generate_responses, body.completion_request, body.model)
+    derenderer = await _derenderer(server, body.generate_responses, body.model)
     return _json(encode_json(await asyncio.to_thread(derenderer.completion, body)))
 
 
-def _check_state(server: Server, state: DerenderStreamState | None) -> None:
+def _check_state(server: ServerContext, state: DerenderStreamState | None) -> None:
     if state is not None:
-        check_vocabulary(server, [*state.context, *state.token_ids])
-
-
-def _rendered(
-    server: Server, body: OpenAIRequest, token_ids: list[int], params: SamplingParams, headers: Headers, prefix: str
-) -> RenderedRequest:
-    check_prompt(server, token_ids)
-    resolve_params(server, params, len(token_ids))
-    return RenderedRequest(
-        request_id=make_request_id(headers, body.request_id, prefix),
-        token_ids=token_ids,
-        sampling_params=_rendered_params(params),
-        model=body.model or server.model_name,
-        return_token_ids=body.return_token_ids,
-        stream=bool(body.stream),
-        stream_options=None if body.stream_options is None else body.stream_options.model_dump(),
-        cache_salt=body.cache_salt,
-        priority=body.priority,
-    )
+        check_vocabulary(server.model, [*state.context, *state.token_ids])
 
 
 def _rendered_params(params: SamplingParams) -> dict[str, Any]:
@@ -141,17 +133,18 @@ def _rendered_params(params: SamplingParams) -> dict[str, Any]:
 
 
 async def _derenderer(
-    server: Server, responses: Sequence[GenerateTokensResponse], request: OpenAIRequest | None, model: str | None
+    server: ServerContext, responses: Sequence[GenerateTokensResponse], model: str | None
 ) -> Derenderer:
     """Raises a 404 for another model, and a 400 for ids that this one doesn't have."""
     server.check_model(model)
     for response in responses:
-        check_vocabulary(server, response.prompt_token_ids or [])
+        check_vocabulary(server.model, response.prompt_token_ids or [])
         for choice in response.choices:
             entries = [] if choice.logprobs is None else choice.logprobs.content
             named = [c.token_id for entry in entries for c in (entry, *entry.top_logprobs)]
-            check_vocabulary(server, [*choice.token_ids, *named])
-    return Derenderer(server, await require_vocabulary(server, "Text needs"), request, model)
+            check_vocabulary(server.model, [*choice.token_ids, *named])
+    vocabulary = await require_vocabulary(server, "Text needs")
+    return Derenderer(server.config, model or server.model_name, vocabulary, server.model.eos_token_ids)
 
 
 def _json(body: bytes) -> Response:

@@ -7,12 +7,35 @@ import asyncio
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel
 
+from rollout.server.admit import check_vocabulary
 from rollout.server.context import ServerDep, require_json
-from rollout.server.prompts import encode, render_chat, require_tokenizer
-from rollout.server.wire.errors import ApiError
-from rollout.server.wire.openai_requests import DetokenizeRequest, TokenizeChatRequest, TokenizeCompletionRequest
+from rollout.server.prompts import require_tokenizer, token_ids
+from rollout.server.wire.body import ChatFields, Text, TextPrompt, TokenIds
 
 router = APIRouter(dependencies=[Depends(require_json)])
+
+
+class TokenizeCompletionRequest(BaseModel):
+    """Count and list the tokens of a text."""
+
+    model: Text | None = None
+    prompt: Text
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = False
+
+
+class TokenizeChatRequest(ChatFields):
+    """Count and list the tokens of a chat, as the model would see it."""
+
+    model: Text | None = None
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(BaseModel):
+    """The text of these ids."""
+
+    model: Text | None = None
+    tokens: TokenIds
 
 
 class TokenizeResponse(BaseModel):
@@ -34,11 +57,9 @@ class DetokenizeResponse(BaseModel):
 async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest, server: ServerDep) -> TokenizeResponse:
     """The token ids of a text or of a chat."""
     server.check_model(body.model)
-    if isinstance(body, TokenizeChatRequest):
-        ids = await render_chat(server, body)
-    else:
-        ids = await encode(server, body.prompt, add_special_tokens=body.add_special_tokens)
-    answer = TokenizeResponse(count=len(ids), max_model_len=server.engine.info.max_model_len, tokens=ids)
+    prompt = body if isinstance(body, TokenizeChatRequest) else TextPrompt(body.prompt, body.add_special_tokens)
+    ids = await token_ids(server, prompt)
+    answer = TokenizeResponse(count=len(ids), max_model_len=server.model.max_model_len, tokens=ids)
     if body.return_token_strs:
         tokenizer = await require_tokenizer(server)
         answer.token_strs = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, ids)
@@ -49,13 +70,6 @@ async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest, server
 async def detokenize(body: DetokenizeRequest, server: ServerDep) -> DetokenizeResponse:
     """The text of token ids, special tokens included."""
     server.check_model(body.model)
-    check_vocabulary(server, body.tokens)
+    check_vocabulary(server.model, body.tokens)
     tokenizer = await require_tokenizer(server)
     return DetokenizeResponse(prompt=await asyncio.to_thread(tokenizer.decode, body.tokens))
-
-
-def check_vocabulary(server: ServerDep, token_ids: list[int]) -> None:
-    """Raise a 400 for an id that the model doesn't have."""
-    largest = max(token_ids, default=0)
-    if largest >= server.engine.info.vocab_size:
-        raise ApiError(400, f"Token id {largest} is out of vocabulary")

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends
 
 from rollout.fleet.errors import EngineError
-from rollout.server.context import Server, ServerDep, require_json
-from rollout.server.wire.errors import ApiError
+from rollout.server.context import ServerContext, ServerDep, require_json
+from rollout.server.errors import ApiError
 
 router = APIRouter(dependencies=[Depends(require_json)])
 
-Endpoint = Callable[[Server, dict[str, Any] | None], Awaitable[dict[str, Any]]]
+Endpoint = Callable[[ServerContext, dict[str, Any] | None], Awaitable[dict[str, Any]]]
 
 _CALLS = {
     "init_weight_transfer_engine": 'Join the trainer\'s group: `{"init_info": {…}}`. Answers once both sides have met.',
@@ -31,7 +31,7 @@ _CALLS = {
 _WHOLE_UPDATE_S = 6 * 3600.0
 
 
-async def _call(server: Server, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+async def _call(server: ServerContext, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
     try:
         return await server.engine.call(method, params, timeout_s=_WHOLE_UPDATE_S)
     except EngineError as error:
@@ -75,4 +75,4 @@ async def weight_info(server: ServerDep) -> dict[str, Any]:
 @router.get("/get_world_size")
 async def get_world_size(server: ServerDep, include_dp: bool = True) -> dict[str, int]:
     """How many ranks of the trainer's group all engines take; one of them, without `include_dp`."""
-    return {"world_size": server.engine.world_size if include_dp else server.engine.info.world_size}
+    return {"world_size": server.engine.world_size if include_dp else server.model.world_size}

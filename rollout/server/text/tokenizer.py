@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rollout.sampling.params import ParameterError
+from rollout.server.errors import ApiError
 from rollout.server.text.detokenizer import Vocabulary
-from rollout.server.wire.errors import ApiError
 
 logger = logging.getLogger(__name__)
 

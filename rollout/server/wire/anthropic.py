@@ -1,4 +1,4 @@
-"""The bodies of `/v1/messages`, Anthropic's form of a chat, and how they become one of OpenAI's.
+"""The dialect of `/v1/messages`, Anthropic's form of a chat, and how it becomes one of OpenAI's.
 
 `messages`, `system`, `tools` and `stop_sequences` are Anthropic's; beside them a body may hold any sampling parameter,
 `logprobs` and `return_*` field of /v1/chat/completions. The answer then carries them as fields of its own.
@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,9 +15,11 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.outputs import FinishReason, IdArray, WeightVersionSpan
 from rollout.sampling.params import ParameterError, SamplingParams
-from rollout.server.wire.body import Each
-from rollout.server.wire.openai_requests import ChatFields, ChatLogprobs, Message, OpenAIRequest
-from rollout.server.wire.tokens import Text, TextLogprobs
+from rollout.server.errors import ApiError
+from rollout.server.wire.answer import Answer, Delta, encode_json
+from rollout.server.wire.body import ChatFields, Each, Message, Prompt, Text
+from rollout.server.wire.logprobs import TextLogprobs, text_logprobs
+from rollout.server.wire.openai import ChatLogprobs, OpenAIRequest, TextWriter
 
 Role = Literal["user", "assistant", "system"]
 
@@ -55,6 +57,8 @@ class Tool(BaseModel):
 class MessagesRequest(ChatLogprobs, OpenAIRequest):
     """Answer a chat, or go on with its last message where that is the assistant's."""
 
+    id_prefix = "chatcmpl-"
+
     messages: Annotated[Each[Turn], Field(min_length=1)]
     max_tokens: int
     system: str | Each[Block] | None = None
@@ -80,19 +84,19 @@ class MessagesRequest(ChatLogprobs, OpenAIRequest):
         if self.n not in (None, 1):
             raise ParameterError(f"n must be 1 here, got {self.n}: a message is one answer.", "n")
 
-    def sampling_params(self) -> SamplingParams:
+    def to_sampling_params(self) -> SamplingParams:
         """The engine's parameters; `stop_sequences` are its stop strings."""
         params = self._sampling_params(self.max_tokens, self.engine_logprobs)
         params.stop += self.stop_sequences or []
         return params
 
-    def chat(self) -> ChatFields:
+    def prompts(self) -> Sequence[Prompt]:
         """The same in OpenAI's form. Raises ParameterError for content that isn't text."""
         system = [] if self.system is None else [Message(role="system", content=_text(self.system, "system"))]
         turns = (m for i, turn in enumerate(self.messages) for m in _messages(turn, f"messages.{i}.content"))
         messages = [*system, *turns]
         prefilled = messages[-1].role == "assistant" and bool(messages[-1].content)
-        return ChatFields(
+        chat = ChatFields(
             messages=messages,
             tools=[_openai_tool(tool) for tool in self.tools or []],
             add_generation_prompt=not prefilled,
@@ -100,6 +104,7 @@ class MessagesRequest(ChatLogprobs, OpenAIRequest):
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs,
         )
+        return [chat]
 
 
 def _openai_tool(tool: Tool) -> dict[str, Any]:
@@ -151,11 +156,12 @@ def _messages(turn: Turn, where: str) -> Iterator[Message]:
 _STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens", FinishReason.ABORT: "abort"}
 
 
-def stop_reason(finish_reason: FinishReason, reason: int | str | None) -> tuple[str, str | None]:
+def stop_reason(delta: Delta) -> tuple[str, str | None]:
     """Anthropic's `stop_reason`, and the `stop_sequence` where it was one. Theirs has no word for an abort."""
-    if isinstance(reason, str):
-        return "stop_sequence", reason
-    return _STOP_REASONS[finish_reason], None
+    if isinstance(delta.stop_reason, str):
+        return "stop_sequence", delta.stop_reason
+    assert delta.finish_reason is not None
+    return _STOP_REASONS[delta.finish_reason], None
 
 
 class MessagesUsage(msgspec.Struct):
@@ -171,7 +177,7 @@ class TextBlock(msgspec.Struct, tag="text", tag_field="type"):
     text: str
 
 
-class TokenExtras(msgspec.Struct, kw_only=True):
+class MessageExtras(msgspec.Struct, kw_only=True):
     """What an answer or a piece of one says of its tokens beside Anthropic's fields, where asked for."""
 
     token_ids: list[int] | UnsetType = UNSET
@@ -181,7 +187,7 @@ class TokenExtras(msgspec.Struct, kw_only=True):
     routed_experts: str | UnsetType = UNSET
 
 
-class AnthropicMessage(TokenExtras, kw_only=True):
+class AnthropicMessage(MessageExtras, kw_only=True):
     """An answer, or in a stream what is known of it as it begins."""
 
     id: str
@@ -214,7 +220,7 @@ class TextDelta(msgspec.Struct, tag="text_delta", tag_field="type"):
     text: str
 
 
-class BlockDelta(TokenExtras, tag="content_block_delta", tag_field="type", kw_only=True):
+class BlockDelta(MessageExtras, tag="content_block_delta", tag_field="type", kw_only=True):
     """More of it."""
 
     delta: TextDelta
@@ -234,7 +240,7 @@ class StopDelta(msgspec.Struct):
     stop_sequence: str | None
 
 
-class AnthropicMessageDelta(TokenExtras, tag="message_delta", tag_field="type", kw_only=True):
+class AnthropicMessageDelta(MessageExtras, tag="message_delta", tag_field="type", kw_only=True):
     """The message has ended; the counts are totals."""
 
     delta: StopDelta
@@ -243,3 +249,97 @@ class AnthropicMessageDelta(TokenExtras, tag="message_delta", tag_field="type", 
 
 class MessageStop(msgspec.Struct, tag="message_stop", tag_field="type"):
     """The last event."""
+
+
+class ErrorEventDetail(msgspec.Struct):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class ErrorEvent(msgspec.Struct, tag="error", tag_field="type"):
+    """An error in the midst of a stream."""
+
+    error: ErrorEventDetail
+
+
+def _event(event: msgspec.Struct) -> bytes:
+    return f"event: {event.__struct_config__.tag}\ndata: ".encode() + encode_json(event) + b"\n\n"
+
+
+class MessagesWriter(TextWriter[MessagesRequest]):
+    """Answers of /v1/messages: one choice, one block of text."""
+
+    whole_kinds = (AnthropicMessage,)
+    event_kinds = (
+        MessageStart,
+        BlockStart,
+        BlockDelta,
+        BlockStop,
+        AnthropicMessageDelta,
+        MessageStop,
+        ErrorEvent,
+    )
+    after = _event(MessageStop())
+
+    def whole(self, choices: Sequence[tuple[Answer, Delta]]) -> msgspec.Struct:
+        """The message, which has ended."""
+        ((_, delta),) = choices
+        message = self._message(**self._said(delta))
+        message.content = [TextBlock(delta.text or "")]
+        message.stop_reason, sequence = stop_reason(delta)
+        message.stop_sequence = UNSET if sequence is None else sequence
+        return message
+
+    def begin(self) -> Iterator[msgspec.Struct]:
+        """The message and its block begin."""
+        start = self._message()
+        start.stop_sequence = None
+        yield MessageStart(start)
+        yield BlockStart(TextBlock(""))
+
+    def chunk(self, answer: Answer, delta: Delta) -> Iterator[msgspec.Struct]:
+        """More of the block, and the end of the message."""
+        said = self._said(delta)
+        versions = said.pop("weight_versions", UNSET)
+        if delta.text or said:
+            yield BlockDelta(delta=TextDelta(delta.text or ""), **said)
+        if delta.finish_reason is not None:
+            yield BlockStop()
+            end = StopDelta(*stop_reason(delta))
+            yield AnthropicMessageDelta(delta=end, usage=self._usage(), weight_versions=versions)
+
+    def end(self) -> Iterator[msgspec.Struct]:
+        """Nothing: the message has told its end itself."""
+        return iter(())
+
+    def event(self, event: msgspec.Struct) -> bytes:
+        """An event as it is sent, with its name."""
+        return _event(event)
+
+    def error(self, error: ApiError) -> bytes:
+        """An error in the midst of a stream, as Anthropic's clients look for it."""
+        return _event(ErrorEvent(ErrorEventDetail(error.type, error.message)))
+
+    def _message(self, **said: Any) -> AnthropicMessage:
+        return AnthropicMessage(
+            id=self.answer.request_id,
+            content=[],
+            model=self.answer.model,
+            stop_reason=None,
+            usage=self._usage(),
+            prompt_token_ids=self.prompt_ids(self.answer) or UNSET,
+            **said,
+        )
+
+    def _said(self, delta: Delta) -> dict[str, Any]:
+        """What the answer says of these tokens beside their text, where asked for."""
+        said = self.said(delta)
+        if delta.logprobs is not None:
+            top = self.body.shown_logprobs
+            said["logprobs"] = text_logprobs(delta.logprobs, self.answer.vocabulary, as_ids=self.as_ids, top=top)
+        return said
+
+    def _usage(self) -> MessagesUsage:
+        return MessagesUsage(self.answer.prompt_tokens, self.answer.completion_tokens)

@@ -1,16 +1,38 @@
-"""What every body of a request that may be large has in common."""
+"""What the bodies of requests have in common."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
 
-from pydantic import BaseModel, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+
+from rollout.sampling.params import SamplingParams
 
 # More findings than this are told by their number: to list millions would stop the server for minutes.
 MAX_FINDINGS = 100
 
 T = TypeVar("T")
 Each = Annotated[list[T], Field(fail_fast=True)]  # of a long list's entries, the first wrong one is told
+
+
+def encodable(text: str) -> str:
+    """The text. Raises ValueError for a lone surrogate: JSON can spell it, neither answers nor messages can hold it."""
+    text.encode()  # UnicodeEncodeError is a ValueError: pydantic reports it with the field's name
+    return text
+
+
+Text = Annotated[str, AfterValidator(encodable)]
+TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Each[TokenId]
 
 
 class Body(BaseModel):
@@ -25,3 +47,95 @@ class Body(BaseModel):
             if error.error_count() <= MAX_FINDINGS:
                 raise
             raise ValueError(f"{error.error_count()} values of the body are wrong") from None
+
+
+class ContentPart(BaseModel):
+    """One part of a message's content."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """One message of a chat. What else it holds (`name`, `tool_calls`, `reasoning_content`) is the template's."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | Each[str | ContentPart] | None = None
+
+
+class ChatFields(BaseModel):
+    """How messages become a prompt."""
+
+    messages: Annotated[Each[Message], Field(min_length=1)]
+    tools: Each[dict[str, Any]] | None = None
+    documents: Each[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def template_arguments(self) -> dict[str, Any]:
+        """What the template gets beside the messages."""
+        return dict(self.chat_template_kwargs or {})
+
+
+class TextPrompt(NamedTuple):
+    """A prompt that the tokenizer makes ids of."""
+
+    text: str
+    add_special_tokens: bool
+
+
+Prompt = list[int] | TextPrompt | ChatFields
+
+
+class StreamOptions(BaseModel):
+    """What a stream says of usage: a last chunk with the totals, and the running counts in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body):
+    """What a request to generate has in every dialect. `id_prefix` begins the ids of its answers."""
+
+    id_prefix: ClassVar[str]
+
+    model: Text | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    request_id: Text | None = None
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    cache_salt: Text | None = None
+
+    @property
+    def last_usage(self) -> bool:
+        """Whether a stream ends with the totals."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def running_usage(self) -> bool:
+        """Whether every chunk of a stream has the counts so far."""
+        return self.last_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def wants_text(self) -> bool:
+        """Whether the answer has text."""
+        return True
+
+    def check(self) -> None:
+        """Raise ParameterError, naming the field, for what isn't served and for fields that don't go together."""
+
+    def prompts(self) -> Sequence[Prompt]:
+        """The prompts to continue. Raises ParameterError for none, for too many, and for content that isn't text."""
+        raise NotImplementedError
+
+    def to_sampling_params(self) -> SamplingParams:
+        """The engine's parameters, made anew: each prompt has its own."""
+        raise NotImplementedError

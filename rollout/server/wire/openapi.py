@@ -8,68 +8,33 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from rollout.server.wire.anthropic import (
-    AnthropicMessage,
-    AnthropicMessageDelta,
-    BlockDelta,
-    BlockStart,
-    BlockStop,
-    MessageStart,
-    MessageStop,
-)
-from rollout.server.wire.openai_answers import ChatChunk, ChatResponse, CompletionChunk, CompletionResponse
+from rollout.server.errors import ErrorBody
+from rollout.server.wire.answer import Writer
+from rollout.server.wire.anthropic import MessagesWriter
+from rollout.server.wire.chat import ChatChunk, ChatResponse, ChatWriter
+from rollout.server.wire.completions import CompletionChunk, CompletionResponse, CompletionWriter
 from rollout.server.wire.render import DerenderedChunk, RenderedRequest
-from rollout.server.wire.tokens import Choice, GenerateChunk, GenerateResponse, TextChoice
+from rollout.server.wire.tokens import GenerateWriter
 from rollout.weights import bodies
 
-
-class ErrorDetail(msgspec.Struct):
-    """What is wrong; `param` is the field at fault, `code` the HTTP status."""
-
-    message: str
-    type: str
-    param: str | None
-    code: int
-
-
-class ErrorBody(msgspec.Struct):
-    """The body of every error."""
-
-    error: ErrorDetail
-
-
-class ErrorEventDetail(msgspec.Struct):
-    """What went wrong."""
-
-    type: str
-    message: str
-
-
-class ErrorEvent(msgspec.Struct, tag="error", tag_field="type"):
-    """An error in the midst of a stream, in Anthropic's form."""
-
-    error: ErrorEventDetail
-
+_DIALECTS: dict[str, type[Writer[Any]]] = {
+    "/inference/v1/generate": GenerateWriter,
+    "/v1/completions": CompletionWriter,
+    "/v1/chat/completions": ChatWriter,
+    "/v1/messages": MessagesWriter,
+}
 
 # What is answered: one of these types.
-_ANSWERS: dict[str, list[Any]] = {
-    "/inference/v1/generate": [GenerateResponse[Choice], GenerateResponse[TextChoice]],
-    "/v1/completions": [CompletionResponse],
-    "/v1/chat/completions": [ChatResponse],
-    "/v1/messages": [AnthropicMessage],
-    "/v1/completions/render": [list[RenderedRequest]],
-    "/v1/chat/completions/render": [RenderedRequest],
-    "/v1/completions/derender": [CompletionResponse, DerenderedChunk[CompletionChunk]],
-    "/v1/chat/completions/derender": [ChatResponse, DerenderedChunk[ChatChunk]],
+_ANSWERS: dict[str, tuple[Any, ...]] = {
+    **{path: writer.whole_kinds for path, writer in _DIALECTS.items()},
+    "/v1/completions/render": (list[RenderedRequest],),
+    "/v1/chat/completions/render": (RenderedRequest,),
+    "/v1/completions/derender": (CompletionResponse, DerenderedChunk[CompletionChunk]),
+    "/v1/chat/completions/derender": (ChatResponse, DerenderedChunk[ChatChunk]),
 }
 
 # What the events of a stream are; the last one of each says that something went wrong after the first.
-_EVENTS: dict[str, list[Any]] = {
-    "/inference/v1/generate": [GenerateChunk[Choice], GenerateChunk[TextChoice], ErrorBody],
-    "/v1/completions": [CompletionChunk, ErrorBody],
-    "/v1/chat/completions": [ChatChunk, ErrorBody],
-    "/v1/messages": [MessageStart, BlockStart, BlockDelta, BlockStop, AnthropicMessageDelta, MessageStop, ErrorEvent],
-}
+_EVENTS = {path: writer.event_kinds for path, writer in _DIALECTS.items()}
 
 _EMPTY = {"/health", "/ping", "/inference/v1/abort_requests"}
 
@@ -154,7 +119,7 @@ def _event(data: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _any_of(kinds: list[Any], schemas: dict[str, Any]) -> dict[str, Any]:
+def _any_of(kinds: tuple[Any, ...], schemas: dict[str, Any]) -> dict[str, Any]:
     found = [schemas[repr(kind)] for kind in kinds]
     return {"anyOf": found} if len(found) > 1 else found[0]
 

@@ -12,10 +12,9 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.outputs import FinishReason
-from rollout.server.wire.body import Each
-from rollout.server.wire.openai_answers import ChatChunk, CompletionChunk
-from rollout.server.wire.openai_requests import ChatCompletionRequest, CompletionRequest, TokenId, TokenIds
-from rollout.server.wire.tokens import Text
+from rollout.server.wire.body import Each, Text, TokenId, TokenIds
+from rollout.server.wire.chat import ChatChunk, ChatCompletionRequest
+from rollout.server.wire.completions import CompletionChunk, CompletionRequest
 
 
 class RenderedRequest(msgspec.Struct, kw_only=True):

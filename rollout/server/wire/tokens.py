@@ -1,20 +1,23 @@
-"""The bodies of `/inference/v1/generate`: pydantic checks what comes in, msgspec writes what goes out.
+"""The dialect of `/inference/v1/generate`: token ids in, token ids out.
 
 Key sets and their order are those of a vLLM server; `epoch` and `kv` of a span are this project's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
 
+from rollout.config import ServerConfig
 from rollout.outputs import FinishReason, IdArray, WeightVersionSpan
-from rollout.sampling.params import SamplingParams
-from rollout.server.wire.body import Body
+from rollout.sampling.params import ParameterError, SamplingParams
+from rollout.server.wire.answer import Answer, Delta, Usage, Writer
+from rollout.server.wire.body import GenerationBody, Prompt, encodable
+from rollout.server.wire.logprobs import Logprobs, PromptLogprobs, TextLogprobs, text_logprobs, token_logprobs
 
 OutputMode = Literal["tokens", "text"]
 
@@ -27,22 +30,6 @@ def _lenient(value: Any) -> Any:
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     return fields
-
-
-def _encodable(text: str) -> str:
-    """JSON can spell a lone surrogate, which neither an answer nor the engine's messages can hold."""
-    text.encode()  # UnicodeEncodeError is a ValueError: pydantic reports it with the field's name
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-
-
-class StreamOptions(BaseModel):
-    """What a stream says of usage: a last chunk with the totals, and the running counts in every chunk."""
-
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
 
 
 class PlaceholderRange(BaseModel):
@@ -61,21 +48,16 @@ class MultiModalFeatures(BaseModel):
     mm_metadata: dict[str, list[str | None]] | None = None
 
 
-class GenerateRequest(Body):
+class GenerateRequest(GenerationBody):
     """A prompt of token ids and how to continue it. Unknown fields are ignored."""
+
+    id_prefix = "generate-tokens-"
 
     token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)]
     sampling_params: Annotated[SamplingParams, BeforeValidator(_lenient)]
     output_mode: OutputMode = "tokens"
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    return_token_ids: bool | None = False
     features: MultiModalFeatures | None = None
     content_parts: list[dict[str, Any]] | None = None
-    request_id: Text | None = None
-    model: Text | None = None
-    cache_salt: Text | None = None
-    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
 
@@ -90,83 +72,37 @@ class GenerateRequest(Body):
     def _consistent(self) -> GenerateRequest:
         if self.features is not None and self.content_parts:
             raise ValueError("content_parts and features are mutually exclusive")
-        if self.output_mode == "text" and not self.sampling_params.detokenize:
+        if self.wants_text and not self.sampling_params.detokenize:
             raise ValueError("output_mode='text' requires sampling_params.detokenize to be true")
         for text in (*self.sampling_params.stop, *self.sampling_params.bad_words):
-            _encodable(text)
+            encodable(text)
         return self
 
+    @property
+    def wants_text(self) -> bool:
+        """Whether the answer has text."""
+        return self.output_mode == "text"
 
-class Usage(msgspec.Struct):
-    """Token counts; a stream's last chunk leaves the details out."""
+    def check(self) -> None:
+        """Refuse by name what this server doesn't do, rather than ignore it."""
+        if self.features is not None or self.content_parts:
+            name = "content_parts" if self.features is None else "features"
+            raise ParameterError(f"{name} can't be served: this is a text-only model. Send token_ids alone.", name)
+        for name in ("kv_transfer_params", "ec_transfer_params"):
+            if getattr(self, name) is not None:
+                message = f"{name} can't be served: this server runs a model whole, and transfers no cache."
+                raise ParameterError(f"{message} Leave it out.", name)
 
-    prompt_tokens: int
-    total_tokens: int
-    completion_tokens: int
-    prompt_tokens_details: UnsetType | None = None
-    completion_tokens_details: UnsetType | None = None
+    def prompts(self) -> Sequence[Prompt]:
+        """The one prompt."""
+        return [self.token_ids]
 
-
-class TopLogprob(msgspec.Struct):
-    """One candidate at one position."""
-
-    token_id: int
-    logprob: float
-    rank: int
-
-
-class SampledLogprob(msgspec.Struct):
-    """The sampled token at one position; `top_logprobs` names it first, then the others by rank."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top_logprobs: list[TopLogprob]
+    def to_sampling_params(self) -> SamplingParams:
+        """Those of the body."""
+        return self.sampling_params
 
 
-class Logprobs(msgspec.Struct):
-    """One entry a token."""
-
-    content: list[SampledLogprob]
-
-
-class TextTopLogprob(msgspec.Struct):
-    """One candidate at one position, as text.
-
-    `bytes` are the token's own, also where it is only part of a character, and null where `token` is `token_id:N`.
-    """
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TextLogprob(msgspec.Struct):
-    """The sampled token at one position, as text; `top_logprobs` names it first, then the others by rank."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[TextTopLogprob]
-
-
-class TextLogprobs(msgspec.Struct):
-    """One entry a token, in the shape of chat completions."""
-
-    content: list[TextLogprob]
-
-
-class PromptLogprob(msgspec.Struct):
-    """One candidate at one prompt position, under its token id."""
-
-    logprob: float
-    rank: int
-    decoded_token: str | None
-
-
-class Choice(msgspec.Struct):
-    """One continuation, or in a stream what is new of it. Spans are sent once the choice has ended."""
-
+class _Choice(msgspec.Struct):
     index: int
     finish_reason: FinishReason | None
     stop_reason: int | str | None
@@ -174,24 +110,21 @@ class Choice(msgspec.Struct):
     routed_experts: str | None
     sampling_mask: list[IdArray | None] | None
     weight_versions: list[WeightVersionSpan] | None
+
+
+class Choice(_Choice):
+    """One continuation, or in a stream what is new of it. Spans are sent once the choice has ended."""
+
     logprobs: Logprobs | None
 
 
-class TextChoice(msgspec.Struct):
+class TextChoice(_Choice):
     """One continuation with its text, or in a stream what is new of both."""
 
-    index: int
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    token_ids: list[int]
-    routed_experts: str | None
-    sampling_mask: list[IdArray | None] | None
-    weight_versions: list[WeightVersionSpan] | None
     text: str
     logprobs: TextLogprobs | None
 
 
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
 C = TypeVar("C", bound=Choice | TextChoice)
 
 
@@ -222,3 +155,70 @@ class GenerateChunk(msgspec.Struct, Generic[C], kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     output_mode: OutputMode = "tokens"
     choices: Sequence[C]
+
+
+class GenerateWriter(Writer[GenerateRequest]):
+    """Answers in token ids, and in text too where the request's `output_mode` says so."""
+
+    whole_kinds = (
+        GenerateResponse[Choice],
+        GenerateResponse[TextChoice],
+    )
+    event_kinds = (
+        GenerateChunk[Choice],
+        GenerateChunk[TextChoice],
+    )
+
+    def __init__(self, body: GenerateRequest, config: ServerConfig, answers: Sequence[Answer]) -> None:
+        super().__init__(body, config, answers)
+        self._begun = False
+
+    def whole(self, choices: Sequence[tuple[Answer, Delta]]) -> msgspec.Struct:
+        """The answer, of choices that have all ended."""
+        return GenerateResponse(
+            request_id=self.answer.request_id,
+            model=self.answer.model,
+            created=self.created,
+            usage=self.usage(),
+            prompt_logprobs=self.answer.told_prompt_logprobs(),
+            prompt_token_ids=self.body.token_ids if self.body.return_token_ids else None,
+            output_mode=self.body.output_mode,
+            choices=[self._choice(delta) for _, delta in choices],
+        )
+
+    def chunk(self, answer: Answer, delta: Delta) -> Iterator[msgspec.Struct]:
+        """One event."""
+        chunk = GenerateChunk(
+            request_id=answer.request_id,
+            usage=self.usage() if self.body.running_usage else None,
+            output_mode=self.body.output_mode,
+            choices=[self._choice(delta)],
+        )
+        if not self._begun:
+            self._begun = True
+            if self.body.return_token_ids:
+                chunk.prompt_token_ids = self.body.token_ids
+            chunk.prompt_logprobs = answer.told_prompt_logprobs() or UNSET
+        yield chunk
+
+    def end(self) -> Iterator[msgspec.Struct]:
+        """The totals, where asked for."""
+        if (usage := self.totals()) is not None:
+            yield GenerateChunk[Choice](
+                request_id=self.answer.request_id, usage=usage, output_mode=self.body.output_mode, choices=[]
+            )
+
+    def _choice(self, delta: Delta) -> Choice | TextChoice:
+        said = (
+            delta.index,
+            delta.finish_reason,
+            delta.stop_reason,
+            delta.token_ids,
+            delta.routed_experts,
+            delta.sampling_mask,
+            delta.weight_versions,
+        )
+        if not self.body.wants_text:
+            return Choice(*said, token_logprobs(delta.logprobs))
+        by_id = self.config.return_tokens_as_token_ids
+        return TextChoice(*said, delta.text or "", text_logprobs(delta.logprobs, self.answer.vocabulary, as_ids=by_id))

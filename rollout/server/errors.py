@@ -26,6 +26,21 @@ _MAX_SHOWN_ERRORS = 5
 _MAX_SHOWN_INPUT = 200
 
 
+class ErrorDetail(msgspec.Struct):
+    """What is wrong; `param` is the field at fault, `code` the HTTP status."""
+
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorBody(msgspec.Struct):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
 class ApiError(Exception):
     """A request that is refused: HTTP status, a sentence with the value and the remedy, the field at fault."""
 
@@ -53,9 +68,7 @@ def error_body(error: ApiError) -> bytes:
         return value.encode("utf-8", "replace").decode()
 
     param = text(error.param) if error.param is not None else None
-    return msgspec.json.encode(
-        {"error": {"message": text(error.message), "type": error.type, "param": param, "code": error.status}}
-    )
+    return msgspec.json.encode(ErrorBody(ErrorDetail(text(error.message), error.type, param, error.status)))
 
 
 def error_response(error: ApiError) -> Response:

@@ -1,0 +1,134 @@
+"""Admission: from a request's body, headers and prompt to a generation that can be entered, or to a refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+
+from rollout.messages import AddRequest, EngineReady
+from rollout.sampling.params import SamplingParams
+from rollout.server.context import ServerContext
+from rollout.server.errors import ApiError
+from rollout.server.generation import Generation
+from rollout.server.prompts import require_vocabulary
+from rollout.server.text.tokenizer import bad_words_token_ids
+from rollout.server.wire.body import GenerationBody
+
+
+async def admit(
+    server: ServerContext, body: GenerationBody, headers: Headers, token_ids: list[int], first_index: int = 0
+) -> Generation:
+    """Check every value of a request, and make it ready to be entered; its choices count from `first_index`.
+
+    Raises ApiError or ParameterError, naming the field.
+    """
+    check_cache_salt(body.cache_salt)
+    rank = data_parallel_rank(server, headers)
+    check_prompt(server.model, token_ids)
+    params = body.to_sampling_params()
+    resolve_params(server, params, len(token_ids))
+    vocabulary = None
+    if body.wants_text:
+        vocabulary = await require_vocabulary(server, "Text needs")
+    elif params.stop:
+        vocabulary = await require_vocabulary(server, "Stop strings need", param="stop")
+    elif params.prompt_logprobs is not None:
+        vocabulary = await server.tokenizer.vocabulary()
+    bad_words = []
+    if params.bad_words:
+        bad_words = await asyncio.to_thread(bad_words_token_ids, await server.tokenizer.get(), params.bad_words)
+    check_satisfiable(params, bad_words, server.model)
+    request = AddRequest(
+        request_id=make_request_id(headers, body),
+        prompt_token_ids=token_ids,
+        sampling_params=params,
+        bad_words_token_ids=bad_words,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        return_sampling_mask=server.config.return_sampling_mask,
+    )
+    return Generation(server, request, vocabulary, wants_text=body.wants_text, rank=rank, first_index=first_index)
+
+
+def make_request_id(headers: Headers, body: GenerationBody) -> str:
+    """The id that a client reads, and may abort by: its own, behind what kind of request it is, or a random one."""
+    return f"{body.id_prefix}{headers.get('x-request-id') or body.request_id or uuid.uuid4().hex[:16]}"
+
+
+def check_cache_salt(cache_salt: str | None) -> None:
+    """Raise a 400 for a salt that is no salt."""
+    if cache_salt == "":
+        message = "Parameter 'cache_salt' must be a non-empty string if provided. (parameter=cache_salt)"
+        raise ApiError(400, message, param="cache_salt")
+
+
+def data_parallel_rank(server: ServerContext, headers: Headers) -> int | None:
+    """The rank that a client pins its request to; a header that is no integer counts as absent.
+
+    Raises a 400 for a rank that isn't there.
+    """
+    try:
+        rank = int(headers["x-data-parallel-rank"])
+    except (KeyError, ValueError):
+        return None
+    if not 0 <= rank < (size := len(server.engine.ranks)):
+        raise ApiError(400, f"data_parallel_rank {rank} is out of range [0, {size}).")
+    return rank
+
+
+def check_prompt(model: EngineReady, token_ids: list[int]) -> None:
+    """Raise a 400 for no id, for one outside the vocabulary, and for a prompt that leaves no room for one token."""
+    if not token_ids:
+        raise ApiError(400, "The decoder prompt cannot be empty.", param="prompt")
+    check_vocabulary(model, token_ids)
+    limit = model.max_model_len
+    advice = "Make sure that `max_model_len` is no smaller than the number of text tokens"
+    if len(token_ids) > limit:
+        raise ApiError(
+            400,
+            f"The decoder prompt (length {len(token_ids)}) is longer than the maximum model length of {limit}. "
+            f"{advice}.",
+        )
+    if len(token_ids) == limit:
+        raise ApiError(
+            400,
+            f"The decoder prompt (length {limit}) plus the number of requested output tokens (at least 1) is longer "
+            f"than the maximum model length of {limit}. {advice} (prompt + requested output tokens).",
+        )
+
+
+def check_vocabulary(model: EngineReady, token_ids: Sequence[int]) -> None:
+    """Raise a 400 for an id that the model doesn't have."""
+    if (largest := max(token_ids, default=0)) >= model.vocab_size:
+        raise ApiError(400, f"Token id {largest} is out of vocabulary")
+
+
+def resolve_params(server: ServerContext, params: SamplingParams, prompt_len: int) -> None:
+    """Check the values, then fill in and cut to what this model and prompt allow. Raises ParameterError."""
+    model = server.model
+    params.validate(
+        vocab_size=model.vocab_size,
+        max_logprobs=server.engine_config.max_logprobs,
+        max_num_seqs=model.max_num_seqs,
+    )
+    room = model.max_model_len - prompt_len
+    params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    params.min_tokens = min(params.min_tokens, params.max_tokens)
+    params.top_k = min(params.top_k, model.vocab_size)
+
+
+def check_satisfiable(params: SamplingParams, bad_words: list[list[int]], model: EngineReady) -> None:
+    """Raise a 400 where the filters leave no token at all to begin with. (Longer bad words may still do so later.)"""
+    banned = {word[0] for word in bad_words if len(word) == 1}
+    if params.min_tokens:
+        banned.update(model.eos_token_ids, params.stop_token_ids)
+    allowed = range(model.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
+    if all(token in banned for token in allowed):
+        message = (
+            f"No token is left to sample: all {len(allowed)} allowed ones are banned, by bad_words or, until "
+            f"min_tokens={params.min_tokens} tokens exist, as EOS or stop_token_ids. Allow others, or ban fewer."
+        )
+        raise ApiError(400, message, param="bad_words" if params.allowed_token_ids is None else "allowed_token_ids")

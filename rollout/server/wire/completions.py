@@ -1,0 +1,233 @@
+"""The dialect of `/v1/completions`. Key sets of answers and their order are those of a vLLM server.
+
+What is always null belongs to what this server doesn't do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from rollout.config import ServerConfig
+from rollout.outputs import FinishReason, TokenLogprob
+from rollout.sampling.params import ParameterError, SamplingParams
+from rollout.server.errors import ErrorBody
+from rollout.server.wire.answer import Answer, Delta, Usage
+from rollout.server.wire.body import Each, Prompt, Text, TextPrompt, TokenIds
+from rollout.server.wire.logprobs import PromptLogprobs, sendable, token_text
+from rollout.server.wire.openai import FINGERPRINT, OpenAIRequest, OpenAIWriter, TokenExtras
+
+# What is generated where nothing is said, as ever in OpenAI's API.
+DEFAULT_MAX_TOKENS = 16
+# A body of the largest size could hold millions, and each of them is a request of its own.
+MAX_PROMPTS = 2048
+
+
+class CompletionRequest(OpenAIRequest):
+    """Continue one prompt or several, each a text or token ids."""
+
+    id_prefix = "cmpl-"
+
+    prompt: Text | TokenIds | Each[Text] | Each[TokenIds]
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    logprobs: int | None = None
+    echo: bool | None = False
+    add_special_tokens: bool = True
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether the prompt alone is asked back (and its logprobs): `echo` with no token to generate."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def prompts(self) -> Sequence[Prompt]:
+        """The ids of every prompt, or its text. Raises ParameterError for none, and for too many."""
+        prompt: Any = self.prompt
+        given = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
+        if not 1 <= len(given) <= MAX_PROMPTS:
+            raise ParameterError(f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(given)}.", "prompt")
+        return [TextPrompt(one, self.add_special_tokens) if isinstance(one, str) else one for one in given]
+
+    def to_sampling_params(self) -> SamplingParams:
+        """The engine's parameters. An engine step yields a token, so a mere echo generates one that isn't sent."""
+        params = self._sampling_params(1 if self.only_echo else self.max_tokens, self.logprobs)
+        if self.echo and self.logprobs is not None and params.prompt_logprobs is None:
+            params.prompt_logprobs = self.logprobs
+        return params
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """One entry a token in each list; `text_offset` is where the token starts in the text, in characters."""
+
+    text_offset: list[int] = []
+    token_logprobs: list[float | None] = []
+    tokens: list[str] = []
+    top_logprobs: list[dict[str, float] | None] = []
+
+
+class CompletionChoice(TokenExtras, kw_only=True):
+    """One continuation of one prompt."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    routed_experts: str | None = None
+
+
+class CompletionResponse(msgspec.Struct, kw_only=True):
+    """The whole answer of /v1/completions."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    service_tier: None = None
+    system_fingerprint: str | None = FINGERPRINT
+    usage: Usage
+    kv_transfer_params: None = None
+    ec_transfer_params: None = None
+    metrics: None = None
+
+
+class CompletionChunkChoice(TokenExtras, kw_only=True):
+    """What is new of one continuation."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
+    routed_experts: str | UnsetType = UNSET
+
+
+class CompletionChunk(msgspec.Struct, kw_only=True):
+    """One event of a streamed /v1/completions; the fingerprint comes with the last one of a choice."""
+
+    id: str
+    object: str = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    system_fingerprint: str | UnsetType | None = UNSET
+    usage: Usage | UnsetType = UNSET
+
+
+class CompletionWriter(OpenAIWriter[CompletionRequest]):
+    """Answers of /v1/completions. `offsets` has, by choice, where the next token starts in its text."""
+
+    whole_kinds = (CompletionResponse,)
+    event_kinds = (CompletionChunk, ErrorBody)
+
+    def __init__(self, body: CompletionRequest, config: ServerConfig, answers: Sequence[Answer]) -> None:
+        super().__init__(body, config, answers)
+        self.offsets: dict[int, int] = {}
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether to write takes work for every token of the prompt."""
+        return bool(self.body.echo) or super().reads_prompt
+
+    def whole(self, choices: Sequence[tuple[Answer, Delta]]) -> CompletionResponse:
+        """The answer, of choices that have all ended."""
+        made = []
+        for answer, delta in choices:
+            told = answer.told_prompt_logprobs() if self.body.prompt_logprobs is not None else None
+            made.append(CompletionChoice(prompt_logprobs=told, **self._choice(answer, delta)))
+        return CompletionResponse(
+            id=self.answer.request_id,
+            created=self.created,
+            model=self.answer.model,
+            choices=made,
+            usage=self.usage(),
+        )
+
+    def chunk(self, answer: Answer, delta: Delta) -> Iterator[msgspec.Struct]:
+        """One event."""
+        yield self.chunk_of(self.chunk_choice(answer, delta), delta.finish_reason)
+
+    def chunk_choice(self, answer: Answer, delta: Delta) -> CompletionChunkChoice:
+        """What is new of a choice."""
+        return CompletionChunkChoice(**self._choice(answer, delta))
+
+    def envelope(self, choices: list[Any]) -> CompletionChunk:
+        """An event of a stream around these choices."""
+        return CompletionChunk(
+            id=self.answer.request_id, created=self.created, model=self.answer.model, choices=choices
+        )
+
+    def usage(self) -> Usage:
+        """The counts so far; a mere echo has generated nothing."""
+        usage = super().usage()
+        if self.body.only_echo:
+            usage.completion_tokens, usage.total_tokens = 0, usage.prompt_tokens
+        return usage
+
+    def _choice(self, answer: Answer, delta: Delta) -> dict[str, Any]:
+        """The fields of a choice, or of what is new of it: with `echo`, it begins with its prompt."""
+        first = delta.index not in self.offsets
+        self.offsets.setdefault(delta.index, 0)
+        if self.body.only_echo:
+            delta = _nothing_generated(delta)
+        echo = self._echo(answer) if first and self.body.echo else ""
+        return {
+            "index": delta.index,
+            "text": echo + (delta.text or ""),
+            "logprobs": self._logprobs(answer, delta, first=first),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "prompt_token_ids": self.prompt_ids(answer) if first else None,
+            **self.said(delta),
+        }
+
+    def _echo(self, answer: Answer) -> str:
+        """The prompt as it was given, or the text of its ids."""
+        given = self.body.prompts()[self.answers.index(answer)]
+        if isinstance(given, TextPrompt):
+            return given.text
+        assert answer.vocabulary is not None
+        return answer.vocabulary.decode(answer.prompt_token_ids)
+
+    def _logprobs(self, answer: Answer, delta: Delta, *, first: bool) -> CompletionLogprobs | None:
+        """Those of the new tokens, with `echo` after those of the prompt, whose first token has none."""
+        if delta.logprobs is None:
+            return None
+        ids, entries = delta.token_ids, list[list[TokenLogprob] | None](delta.logprobs)
+        if self.body.echo and first and answer.prompt_logprobs is not None:
+            ids, entries = [*answer.prompt_token_ids, *ids], [*answer.prompt_logprobs, *entries]
+        found = CompletionLogprobs([], [], [], [])
+        offset = self.offsets[delta.index]
+        for token_id, entry in zip(ids, entries, strict=True):
+            token = token_text(token_id, answer.vocabulary, as_ids=self.as_ids)[0]
+            found.text_offset.append(offset)
+            found.tokens.append(token)
+            offset += len(token)
+            top: dict[str, float] = {}
+            for candidate in entry or []:  # the sampled one first: it wins where two read alike
+                name = token_text(candidate.token_id, answer.vocabulary, as_ids=self.as_ids)[0]
+                top.setdefault(name, sendable(candidate.logprob))
+            found.token_logprobs.append(None if entry is None else sendable(entry[0].logprob))
+            found.top_logprobs.append(None if entry is None else top)
+        self.offsets[delta.index] = offset
+        return found
+
+
+def _nothing_generated(delta: Delta) -> Delta:
+    """The delta without its one token: only the prompt was asked back."""
+    return Delta(
+        index=delta.index,
+        token_ids=[],
+        text="",
+        logprobs=None if delta.logprobs is None else [],
+        weight_versions=None if delta.weight_versions is None else [],
+        finish_reason=None if delta.finish_reason is None else FinishReason.LENGTH,
+    )
