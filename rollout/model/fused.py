@@ -99,7 +99,7 @@ def fuse_norms(model: nn.Module) -> None:
 
 def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
     width, suffix = _vector_width(), SUFFIXES.get(module.weight.dtype)  # type: ignore[arg-type]
-    if width is None or suffix is None or module.weight.device.type != "cpu":  # type: ignore[union-attr]
+    if width is None or suffix is None or module.weight.device.type != "cpu":
         return None
     stock: Callable[[Tensor], Tensor] = module.forward
     epsilon = module.variance_epsilon

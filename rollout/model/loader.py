@@ -95,19 +95,23 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
     if config.tensor_parallel_size > 1:
         from rollout.model.sharding import load_share
 
-        model = load_share(config, path, model_config, dtype)
-        return model.eval().requires_grad_(False)
+        share = load_share(config, path, model_config, dtype)
+        share.eval().requires_grad_(False)
+        return share
     if config.load_format == "dummy":
         torch.manual_seed(config.seed or 0)
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation="eager")
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                model_config, dtype=dtype, attn_implementation="eager"
+            )
     else:
         model = AutoModelForCausalLM.from_pretrained(
             path, config=model_config, dtype=dtype, attn_implementation="eager", **kwargs
         )
     if config.batch_invariant and model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")  # a product a token: no expert sees its batch
-    return model.eval().requires_grad_(False).to(device)
+    model.eval().requires_grad_(False).to(device)
+    return model
 
 
 @torch.inference_mode()

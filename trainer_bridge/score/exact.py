@@ -232,7 +232,7 @@ def _attend(
     batch, heads, length, dim = query.shape
     kv_heads = key.shape[1]
     logits = query.new_empty(0) if sinks is None else sinks
-    output: Tensor = _ChunkedAttention.apply(
+    output: Tensor = _ChunkedAttention.apply(  # type: ignore[no-untyped-call]
         query.reshape(batch * kv_heads, heads // kv_heads, length, dim),
         key.flatten(0, 1),
         value.flatten(0, 1),
@@ -250,7 +250,9 @@ def _product(layer: nn.Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]
     def forward(x: Tensor) -> Tensor:
         biases = [] if layer.bias is None else [layer.bias.detach()]
         packed = PackedWeight.of([layer.weight.detach()], biases)
-        output: Tensor = _Product.apply(x, layer.weight, layer.bias, packed, dtype)
+        output: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x, layer.weight, layer.bias, packed, dtype
+        )
         return output
 
     return forward
