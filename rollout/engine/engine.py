@@ -15,14 +15,12 @@ from torch import Tensor
 from rollout.config import EngineConfig
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.request import Request, Sequence
-from rollout.engine.scheduler import Scheduler, Step
-from rollout.engine.stopping import check_stop
+from rollout.engine.scheduler import Scheduler, SchedulerOutput
 from rollout.kernels.attention.base import RaggedBatch
 from rollout.messages import AbortRequests, AddRequest, EngineState
 from rollout.model.runner import ModelRunner
-from rollout.outputs import FinishReason, TokenLogprob, TokenOutput
-from rollout.sampling.filters import SamplingRow
-from rollout.sampling.sampler import SampledToken, Sampler
+from rollout.outputs import FinishReason, TokenOutput
+from rollout.sampling.sampler import Sampler
 from rollout.weights.snapshot import SnapshotKeeper, resume
 from rollout.weights.store import WeightStore
 from rollout.weights.updater import WeightUpdater
@@ -120,29 +118,35 @@ class Engine:
             priority=message.priority,
             cache_salt=message.cache_salt,
             bad_words_token_ids=message.bad_words_token_ids,
+            eos_token_ids=self._eos,
             return_sampling_mask=message.return_sampling_mask,
         )
         self.scheduler.counters["prompt_tokens"] += len(message.prompt_token_ids)
-        self.scheduler.add([Sequence(request, index, list(message.prompt_token_ids)) for index in range(params.n)])
+        self.scheduler.add([Sequence(request, index, request.prompt_token_ids) for index in range(params.n)])
 
     def abort(self, message: AbortRequests) -> list[TokenOutput]:
         """End sequences now; one last output for each of them, unless the message is silent.
 
         A single choice is one that a stop string has ended: it counts as such.
         """
-        ids = None if message.request_ids is None else set(message.request_ids)
-        outputs = []
-        for sequence in list(self.scheduler):
-            request = sequence.request
-            if (ids is None or request.request_id in ids) and message.index in (None, sequence.index):
-                self._end(sequence, FinishReason.ABORT if message.index is None else FinishReason.STOP)
-                outputs.append(TokenOutput(request.request_id, sequence.index, finish_reason=FinishReason.ABORT))
-        return [] if message.silent else outputs
+        requests = self.scheduler.requests
+        ids = list(requests) if message.request_ids is None else dict.fromkeys(message.request_ids)
+        aborted = [
+            sequence
+            for request in (requests[request_id] for request_id in ids if request_id in requests)
+            for sequence in request.sequences.values()
+            if message.index in (None, sequence.index)
+        ]
+        for sequence in reversed(aborted):  # siblings before their leader, so that none has to lead for a moment
+            self._end(sequence, FinishReason.ABORT if message.index is None else FinishReason.STOP)
+        if message.silent:
+            return []
+        return [TokenOutput(s.request.request_id, s.index, finish_reason=FinishReason.ABORT) for s in aborted]
 
     @property
     def has_work(self) -> bool:
         """True while there are sequences to go on with."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.requests)
 
     @property
     def stats(self) -> dict[str, int]:
@@ -164,12 +168,14 @@ class Engine:
         self.commit_weights()
         if self.paused or not self.store.valid:
             return []
-        step = self.scheduler.schedule()
-        if not step.scheduled:
+        batch = self.scheduler.schedule()
+        if not batch.scheduled:
             return []
-        logits = self._forward(step)
-        sampled = self._sample(step, logits)
-        return [self._advance(sequence, token) for sequence, token in sampled]
+        logits = self._forward(batch)
+        sampled = self._sample(batch, logits)
+        for sequence, output in sampled:
+            self._stop(sequence, output)
+        return [output for _, output in sampled]
 
     def restore(self, state: EngineState, reason: str, source: str | None = None) -> None:
         """Go on, before the first request, from `state`: that of an engine that died for this reason, or that of a
@@ -193,28 +199,29 @@ class Engine:
                 self.snapshots.request()
             self.commit_seconds = time.perf_counter() - began
 
-    def _forward(self, step: Step) -> Tensor:
-        """Compute the step's tokens; float logits of the rows that sample, or whose prompt logprobs are asked for."""
+    def _forward(self, batch: SchedulerOutput) -> Tensor:
+        """Compute the batch's tokens; float logits of the rows that sample, or whose prompt logprobs are asked for."""
         token_ids: list[int] = []
         query_start = [0]
         head_rows: list[int] = []
-        for item in step.scheduled:
+        for item in batch.scheduled:
             token_ids += item.sequence.token_ids[item.start : item.start + item.count]
             query_start.append(len(token_ids))
             head_rows += range(len(token_ids) - item.num_head_rows, len(token_ids))
-        batch = RaggedBatch(
+        ragged = RaggedBatch(
             query_start,
-            [item.start + item.count for item in step.scheduled],
-            [item.sequence.block_table for item in step.scheduled],
+            [item.start + item.count for item in batch.scheduled],
+            [item.sequence.block_table for item in batch.scheduled],
         )
-        logits = self.runner.forward(token_ids, batch, head_rows)
-        self.runner.copy_blocks(step.copies)
-        self.scheduler.computed(step)
+        logits = self.runner.forward(token_ids, ragged, head_rows)
+        self.runner.copy_blocks(batch.copies)
+        self.scheduler.computed(batch)
         return logits
 
-    def _sample(self, step: Step, logits: Tensor) -> list[tuple[Sequence, SampledToken]]:
+    def _sample(self, batch: SchedulerOutput, logits: Tensor) -> list[tuple[Sequence, TokenOutput]]:
+        """One token for each sequence of the batch that samples, with what is known of its weights and cache."""
         sequences, rows, row = [], [], 0
-        for item in step.scheduled:
+        for item in batch.scheduled:
             if item.wants_prompt_rows:
                 self._collect_prompt_logprobs(item.sequence.request, item.start, logits[row : row + item.num_head_rows])
             row += item.num_head_rows
@@ -224,21 +231,21 @@ class Engine:
             return []
         if rows != list(range(len(logits))):
             logits = logits[rows]
-        sampled = self.sampler.sample(logits, [self._sampling_row(sequence) for sequence in sequences])
-        return list(zip(sequences, sampled, strict=True))
-
-    def _sampling_row(self, sequence: Sequence) -> SamplingRow:
-        request = sequence.request
-        return SamplingRow(
-            params=request.params,
-            seed=request.seed,
-            sample_index=sequence.index,
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=sequence.output_token_ids,
-            bad_words_token_ids=request.bad_words_token_ids,
-            eos_token_ids=self._eos,
-            want_mask=request.return_sampling_mask,
-        )
+        outputs = self.sampler.sample(logits, [sequence.row for sequence in sequences])
+        epoch, version = self.store.epoch, self.store.label
+        for sequence, output in zip(sequences, outputs, strict=True):
+            output.epoch, output.version = epoch, version
+            output.kv = "mixed" if sequence.kv_epoch is None else "current"
+            output.cached_tokens = sequence.cached_tokens
+            request = sequence.request
+            if request.params.prompt_logprobs is not None and not request.prompt_logprobs_delivered:
+                output.prompt_logprobs, request.prompt_logprobs_delivered = list(request.prompt_logprobs), True
+            if self.runner.routing is not None:
+                # A row that was delivered stands, also where its token is computed again: it is what it sampled by.
+                computed = len(sequence.token_ids)
+                output.routed_experts = self.runner.routing.read(sequence.block_table, sequence.num_routed, computed)
+                sequence.num_routed = computed
+        return list(zip(sequences, outputs, strict=True))
 
     def _collect_prompt_logprobs(self, request: Request, start: int, logits: Tensor) -> None:
         """Keep the logprobs of the prompt tokens that these rows, from position `start` on, predict."""
@@ -246,37 +253,14 @@ class Engine:
         k = request.params.prompt_logprobs or 0
         request.prompt_logprobs += self.sampler.prompt_logprobs(logits[: len(targets)], targets, k)
 
-    def _advance(self, sequence: Sequence, sampled: SampledToken) -> TokenOutput:
-        """Append the token, end the sequence if it must, and say so."""
-        request = sequence.request
-        prompt_logprobs: list[list[TokenLogprob] | None] | None = None
-        if request.params.prompt_logprobs is not None and not request.prompt_logprobs_delivered:
-            prompt_logprobs, request.prompt_logprobs_delivered = list(request.prompt_logprobs), True
-        output = TokenOutput(
-            request.request_id,
-            sequence.index,
-            token_id=sampled.token_id,
-            logprobs=sampled.logprobs,
-            sampling_mask=sampled.sampling_mask,
-            epoch=self.store.epoch,
-            version=self.store.label,
-            kv=sequence.kv_state,
-            cached_tokens=sequence.cached_tokens,
-            prompt_logprobs=prompt_logprobs,
-        )
-        if self.runner.routing is not None:
-            # A row that was delivered stands, also where its token is computed again: it belongs to what it sampled.
-            computed = len(sequence.token_ids)
-            output.routed_experts = self.runner.routing.read(sequence.block_table, sequence.num_routed, computed)
-            sequence.num_routed = computed
-        sequence.token_ids.append(sampled.token_id)
-        sequence.tokens_of[self.store.epoch] += 1
+    def _stop(self, sequence: Sequence, output: TokenOutput) -> None:
+        """Append the token that was sampled, and end the sequence if it must."""
+        assert output.token_id is not None
         self.scheduler.counters["sampled_tokens"] += 1
-        ended = check_stop(sequence, self._eos, self.runner.max_model_len)
+        ended = sequence.append(output.token_id, output.epoch)
         if ended:
             output.finish_reason, output.stop_reason = ended
             self._end(sequence, ended[0])
-        return output
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         self.scheduler.remove(sequence)

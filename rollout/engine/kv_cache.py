@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from rollout.engine.request import Sequence
+from rollout.engine.request import PromptKey, Sequence
 
 Node = int | tuple[int, str | None]
 """A number, or the root (weight epoch, salt)."""
 Edge = tuple[Node, tuple[int, ...]]
 """A node of the trie and the tokens of the block that follows it."""
-PromptKey = tuple[str | None, tuple[int, ...]]
-"""A salt and a whole prompt."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,7 @@ class KVCache:
         """Equal for sequences that may sample from one row of logits; None where this one computes its own."""
         if not self.enable_prefix_caching or sequence.request.needs_every_prompt_row or sequence.output_len:
             return None
-        return sequence.request.cache_salt, tuple(sequence.token_ids)
+        return sequence.request.prompt_key
 
     def register(self, sequence: Sequence, epoch: int) -> None:
         """Enter the sequence's full computed blocks, if this epoch's weights computed all of them."""

@@ -1,17 +1,27 @@
-"""A request and its sequences: what the scheduler moves through the engine."""
+"""A request and its sequences: what the scheduler moves through the engine, and where each of them ends."""
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from rollout.outputs import KVState, TokenLogprob
+from rollout.outputs import FinishReason, TokenLogprob
 from rollout.sampling.params import SamplingParams
+from rollout.sampling.rows import RequestFilters, SamplingRow
+
+PromptKey = tuple[str | None, bytes]
+"""A salt and a whole prompt."""
 
 
 @dataclass(eq=False)
 class Request:
-    """What the `n` sequences of one request share. `seed` is always set: the engine draws one where none was given."""
+    """What the `n` sequences of one request share. `sequences` are those that have not ended, by index.
+
+    `max_tokens` is what the request and the model's length leave room for. Of several `eos_token_ids` the first ends a
+    sequence with stop reason None, another with its id.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -22,15 +32,34 @@ class Request:
     priority: int = 0
     cache_salt: str | None = None
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
+    eos_token_ids: list[int] = field(default_factory=list)
     return_sampling_mask: bool = False
     prompt_logprobs: list[list[TokenLogprob] | None] = field(default_factory=lambda: [None])
     prompt_logprobs_delivered: bool = False
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.filters = RequestFilters(
+            self.params,
+            self.prompt_token_ids,
+            self.bad_words_token_ids,
+            self.eos_token_ids,
+            want_mask=self.return_sampling_mask,
+        )
+        self.stop_reasons: dict[int, int | None] = {token: token for token in self.params.stop_token_ids}
+        if not self.params.ignore_eos and self.eos_token_ids:
+            self.stop_reasons |= {token: token for token in self.eos_token_ids} | {self.eos_token_ids[0]: None}
 
     @property
     def needs_every_prompt_row(self) -> bool:
         """True until the prompt logprobs asked for are there: no cached prefix may be skipped."""
         wanted = self.params.prompt_logprobs is not None
         return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+
+    @cached_property
+    def prompt_key(self) -> PromptKey:
+        """Equal for requests of one prompt and salt. As bytes, whose hash is kept and whose comparison is quick."""
+        return self.cache_salt, array("q", self.prompt_token_ids).tobytes()
 
 
 @dataclass(eq=False)
@@ -39,9 +68,10 @@ class Sequence:
 
     `kv_epoch` is the weight epoch that computed every one of these positions, None where it was more than one.
     `prefix_node` names the last of the `num_registered` full blocks found or entered in the prefix cache. `siblings`
-    are the request's other sequences, as long as they wait for this one to compute their common prompt. `tokens_of`
-    counts the tokens that each weight epoch sampled. `prefill_len` is how many tokens it had when it was admitted last.
-    The routing of the first `num_routed` tokens has been delivered.
+    are the request's other sequences, as long as they wait for this one, their `leader`, to compute their common
+    prompt. `tokens_of` counts the tokens that each weight epoch sampled. `prefill_len` is how many tokens it had when
+    it was admitted last. The routing of the first `num_routed` tokens has been delivered. `row` is what the sampler
+    keeps of it. `order` is its place in the scheduler's lists.
     """
 
     request: Request
@@ -57,18 +87,18 @@ class Sequence:
     num_routed: int = 0
     tokens_of: Counter[int] = field(default_factory=Counter)
     siblings: list[Sequence] = field(default_factory=list)
+    leader: Sequence | None = None
+    order: tuple[int, int, int] = (0, 0, 0)
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        request = self.request
+        self.prompt_len = len(request.prompt_token_ids)
+        self.row = SamplingRow(request.filters, request.seed, self.index, request_id=request.request_id)
+        request.sequences[self.index] = self
 
     @property
     def output_len(self) -> int:
         return len(self.token_ids) - self.prompt_len
-
-    @property
-    def output_token_ids(self) -> list[int]:
-        return self.token_ids[self.prompt_len :]
 
     @property
     def num_to_compute(self) -> int:
@@ -79,9 +109,21 @@ class Sequence:
         """True from its admission until it samples, also where it computes again what it had computed before."""
         return self.num_computed < self.prefill_len
 
-    @property
-    def kv_state(self) -> KVState:
-        return "mixed" if self.kv_epoch is None else "current"
+    def append(self, token_id: int, epoch: int) -> tuple[FinishReason, int | None] | None:
+        """Add a token that the weights of `epoch` sampled. (Finish reason, stop reason) if it ends the sequence.
+
+        Length ends a sequence also before min_tokens (before which EOS and stop tokens are banned, so that none is
+        sampled). Stop strings are the server's business.
+        """
+        if self.token_ids is self.request.prompt_token_ids:  # shared with its siblings until here
+            self.token_ids = self.token_ids.copy()
+        self.token_ids.append(token_id)
+        self.tokens_of[epoch] += 1
+        self.row.append(token_id)
+        output_len = len(self.token_ids) - self.prompt_len
+        if output_len >= self.request.params.min_tokens and token_id in self.request.stop_reasons:
+            return FinishReason.STOP, self.request.stop_reasons[token_id]
+        return (FinishReason.LENGTH, None) if output_len >= self.request.max_tokens else None
 
     def __repr__(self) -> str:
         return f"Sequence({self.request.request_id}/{self.index}/{self.num_computed} of {len(self.token_ids)})"

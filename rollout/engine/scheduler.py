@@ -10,14 +10,15 @@ from it, and all sample from the same row of logits, be they of one request or o
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from rollout.config import KVPolicy
-from rollout.engine.kv_cache import KVCache, PromptKey
-from rollout.engine.request import Sequence
+from rollout.engine.kv_cache import KVCache
+from rollout.engine.request import PromptKey, Request, Sequence
 
 
 @dataclass
@@ -25,30 +26,34 @@ class ScheduledSequence:
     """Compute `count` tokens of the sequence, from `start` on.
 
     `samples` lists the sequences that sample a token from the last one's logits: the sequence itself, and on the last
-    chunk of a prompt those that fork from it. `wants_prompt_rows`: prompt logprobs need all rows.
+    chunk of a prompt those that fork from it. `num_head_rows`: how many of its last rows need logits, which is all of
+    them where `wants_prompt_rows` says that prompt logprobs do.
     """
 
     sequence: Sequence
     start: int
     count: int
     wants_prompt_rows: bool
+    num_head_rows: int
     samples: list[Sequence] = field(default_factory=list)
-
-    @property
-    def num_head_rows(self) -> int:
-        return self.count if self.wants_prompt_rows else int(bool(self.samples))
 
 
 @dataclass
-class Step:
+class SchedulerOutput:
     """What one forward pass computes, and the block copies (source, destination) that follow it."""
 
     scheduled: list[ScheduledSequence]
     copies: list[tuple[int, int]] = field(default_factory=list)
 
 
+_order = attrgetter("order")
+
+
 class Scheduler:
-    """Owns every unfinished sequence: `waiting` and `running`, both in order, and siblings beside their leader."""
+    """Owns every unfinished sequence: `waiting` and `running`, both in order, and siblings beside their leader.
+
+    `requests` are those with unfinished sequences, by id.
+    """
 
     def __init__(
         self,
@@ -62,6 +67,7 @@ class Scheduler:
         self.kv = kv_cache
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_head_rows, self.by_priority = max(max_head_rows, max_num_seqs), by_priority
+        self.requests: dict[str, Request] = {}
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.epoch = 0
@@ -71,24 +77,36 @@ class Scheduler:
 
     def add(self, sequences: list[Sequence]) -> None:
         """Add the sequences of one request: the first computes the prompt, the others wait beside it."""
+        request = sequences[0].request
+        self.requests[request.request_id] = request
+        for sequence in sequences:
+            sequence.order = (request.priority if self.by_priority else 0, request.arrival, sequence.index)
+        self._enqueue(sequences)
+
+    def _enqueue(self, sequences: list[Sequence]) -> None:
         leader, *leader.siblings = sequences
-        insort(self.waiting, leader, key=self._order)
+        leader.leader = None
+        for sibling in leader.siblings:
+            sibling.leader = leader
+        insort(self.waiting, leader, key=_order)
 
     def __iter__(self) -> Iterator[Sequence]:
-        for sequence in (*self.running, *self.waiting):
-            yield sequence
-            yield from sequence.siblings
+        for request in self.requests.values():
+            yield from request.sequences.values()
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a finished or aborted sequence and give back its blocks. A leader's siblings find a new leader."""
-        for leader in (*self.running, *self.waiting):
-            if sequence in leader.siblings:
-                leader.siblings.remove(sequence)
-                return
-        (self.running if sequence in self.running else self.waiting).remove(sequence)
+        request = sequence.request
+        del request.sequences[sequence.index]
+        if not request.sequences:
+            del self.requests[request.request_id]
+        if sequence.leader is not None:
+            _take_out(sequence.leader.siblings, sequence)
+            return
+        _take_out(self.running if sequence.block_table else self.waiting, sequence)
         self._give_up(sequence)
         if sequence.siblings:
-            self.add(sequence.siblings)
+            self._enqueue(sequence.siblings)
 
     def commit(self, epoch: int, policy: KVPolicy) -> None:
         """New weights serve from the next step on.
@@ -104,14 +122,10 @@ class Scheduler:
             else:
                 sequence.kv_epoch = None
 
-    def _order(self, sequence: Sequence) -> tuple[int, int, int]:
-        request = sequence.request
-        return (request.priority if self.by_priority else 0, request.arrival, sequence.index)
-
     def _requeue(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
+        _take_out(self.running, sequence)
         self._give_up(sequence)
-        insort(self.waiting, sequence, key=self._order)
+        insort(self.waiting, sequence, key=_order)
 
     def _give_up(self, sequence: Sequence) -> None:
         """Free its blocks; prompt logprobs that are not delivered yet are collected from the start again."""
@@ -121,10 +135,10 @@ class Scheduler:
 
     # -- one step
 
-    def schedule(self) -> Step:
+    def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and allocate their blocks. An empty step means that there is nothing to do."""
-        step = Step([])
-        decoding = sum(sequence.num_to_compute == 1 for sequence in self.running)
+        step = SchedulerOutput([])
+        decoding = sum(len(sequence.token_ids) - sequence.num_computed == 1 for sequence in self.running)
         self._prefill_budget = self.max_num_batched_tokens - decoding
         self._head_rows = self.max_head_rows - decoding
         preemptions = self.counters["preemptions"]
@@ -134,13 +148,14 @@ class Scheduler:
         self._count(step)
         return step
 
-    def _schedule_running(self, step: Step) -> None:
+    def _schedule_running(self, step: SchedulerOutput) -> None:
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
-            decodes = sequence.num_to_compute == 1
+            decodes = len(sequence.token_ids) - sequence.num_computed == 1
             count = 1 if decodes else self._chunk(sequence, sequence.num_computed)
-            if count and not self._make_room(sequence, count):
+            room = len(sequence.block_table) * self.kv.block_size
+            if sequence.num_computed + count > room and not self._make_room(sequence, count):
                 return  # it was the last one, and went itself
             if count:
                 self._append(step, sequence, count, reserved=decodes)
@@ -158,7 +173,7 @@ class Scheduler:
         sequence.block_table += self.kv.allocate(needed)
         return True
 
-    def _schedule_waiting(self, step: Step) -> list[Sequence]:
+    def _schedule_waiting(self, step: SchedulerOutput) -> list[Sequence]:
         """Admit waiting sequences, in order, up to one for which there is no room. Those before it that wait because
         their very prompt is being computed are returned."""
         twins: list[Sequence] = []
@@ -187,8 +202,8 @@ class Scheduler:
                 sequence.block_table = [cached.block for cached in matched]
                 self.kv.free(sequence)
                 break
-            self.waiting.remove(sequence)
-            insort(self.running, sequence, key=self._order)
+            _take_out(self.waiting, sequence)
+            insort(self.running, sequence, key=_order)
             sequence.block_table = [cached.block for cached in matched]
             sequence.block_table += self.kv.allocate(self.kv.blocks_for(hit + count) - len(matched))
             sequence.num_computed, sequence.kv_epoch = hit, self.epoch
@@ -211,22 +226,22 @@ class Scheduler:
             count = min(count, self._head_rows)
         return max(count, 0)
 
-    def _append(self, step: Step, sequence: Sequence, count: int, *, reserved: bool) -> None:
+    def _append(self, step: SchedulerOutput, sequence: Sequence, count: int, *, reserved: bool) -> None:
         start = sequence.num_computed
-        wants_prompt_rows = sequence.request.needs_every_prompt_row and start < sequence.prompt_len - 1
-        item = ScheduledSequence(sequence, start, count, wants_prompt_rows)
-        if start + count == len(sequence.token_ids):
-            item.samples = [sequence]
+        wants_prompt_rows = start < sequence.prompt_len - 1 and sequence.request.needs_every_prompt_row
+        samples = [sequence] if start + count == len(sequence.token_ids) else []
+        head_rows = count if wants_prompt_rows else len(samples)
+        item = ScheduledSequence(sequence, start, count, wants_prompt_rows, head_rows, samples)
         if not reserved:
             self._prefill_budget -= count
-            self._head_rows -= item.num_head_rows
+            self._head_rows -= head_rows
         step.scheduled.append(item)
 
-    def _fork_from_prompts(self, step: Step, twins: list[Sequence]) -> None:
+    def _fork_from_prompts(self, step: SchedulerOutput, twins: list[Sequence]) -> None:
         """Where this step ends a prefill, let its siblings and then its twins, in order, sample from the same row."""
         ended: dict[PromptKey | None, ScheduledSequence] = {}
         for item in step.scheduled:
-            if item.samples and not item.sequence.output_len:
+            if item.samples and item.start + item.count == item.sequence.prompt_len:
                 self._fork_siblings(step, item, item.sequence)
                 ended[self.kv.prompt_key(item.sequence)] = item
         for twin in twins:
@@ -234,21 +249,22 @@ class Scheduler:
                 continue
             if not self._fork(step, end, twin):
                 return  # it keeps its place, and will find the prompt in the prefix cache
-            self.waiting.remove(twin)
+            _take_out(self.waiting, twin)
             twin.cached_tokens = twin.prompt_len
             self.counters["prefix_query_tokens"] += twin.prompt_len
             self.counters["prefix_hit_tokens"] += twin.prompt_len
             self._fork_siblings(step, end, twin)
 
-    def _fork_siblings(self, step: Step, item: ScheduledSequence, leader: Sequence) -> None:
+    def _fork_siblings(self, step: SchedulerOutput, item: ScheduledSequence, leader: Sequence) -> None:
         siblings, leader.siblings = leader.siblings, []
         for sibling in siblings:
+            sibling.leader = None
             if self._fork(step, item, sibling):
                 sibling.cached_tokens = leader.cached_tokens
             else:
-                insort(self.waiting, sibling, key=self._order)  # it will find the prompt in the prefix cache
+                insort(self.waiting, sibling, key=_order)  # it will find the prompt in the prefix cache
 
-    def _fork(self, step: Step, item: ScheduledSequence, sequence: Sequence) -> bool:
+    def _fork(self, step: SchedulerOutput, item: ScheduledSequence, sequence: Sequence) -> bool:
         """Let a sequence sample from the item's last row: full blocks shared, the last one copied. False: no room."""
         table, full = item.sequence.block_table, item.sequence.prompt_len // self.kv.block_size
         if len(self.running) >= self.max_num_seqs or len(table) - full > self.kv.num_free:
@@ -258,27 +274,33 @@ class Scheduler:
         step.copies += zip(table[full:], own, strict=True)
         sequence.block_table = table[:full] + own
         sequence.kv_epoch = item.sequence.kv_epoch
-        insort(self.running, sequence, key=self._order)
+        insort(self.running, sequence, key=_order)
         item.samples.append(sequence)
         self.counters["forked_sequences"] += 1
         self.counters["shared_blocks"] += full
         return True
 
-    def _count(self, step: Step) -> None:
+    def _count(self, step: SchedulerOutput) -> None:
         if not step.scheduled:
             return
         self.counters["steps"] += 1
         for item in step.scheduled:
             self.counters["computed_tokens"] += item.count
-            self.counters["prefill_chunks"] += item.sequence.num_to_compute > 1
+            self.counters["prefill_chunks"] += len(item.sequence.token_ids) - item.start > 1
             self.counters["partial_chunks"] += not item.samples
 
-    def computed(self, step: Step) -> None:
+    def computed(self, step: SchedulerOutput) -> None:
         """The forward pass is done: its tokens are in the cache, and their full blocks may be found."""
         for item in step.scheduled:
             leader = item.sequence
             leader.num_computed = item.start + item.count
-            self.kv.register(leader, self.epoch)
+            if leader.num_computed // self.kv.block_size > leader.num_registered:
+                self.kv.register(leader, self.epoch)
             for sequence in item.samples[1:]:
                 sequence.num_computed = leader.num_computed
                 sequence.num_registered, sequence.prefix_node = leader.num_registered, leader.prefix_node
+
+
+def _take_out(ordered: list[Sequence], sequence: Sequence) -> None:
+    """Remove a sequence from a list in order, without looking at all of it."""
+    del ordered[bisect_left(ordered, sequence.order, key=_order)]

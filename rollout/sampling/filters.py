@@ -11,38 +11,18 @@ k tokens survive top-k where vLLM keeps all that tie with the k-th.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollout.sampling.params import SamplingParams
+from rollout.sampling.rows import SamplingRow
 
-MIN_TEMPERATURE = 0.01  # vLLM's: a smaller temperature above 0 is raised to it, since dividing by it overflows
 LARGEST = 1e30  # stands for +inf: leaves room for the division by a temperature
 MASS = 2.0**50  # probability 1 as an integer: sums of such integers are exact in float64, whatever their order
 WIDTHS = (64, 1024, 8192)  # how many of the likeliest tokens are looked at before a whole row is sorted
-
-
-@dataclass(slots=True)
-class SamplingRow:
-    """One row of logits and the request it belongs to.
-
-    `seed` and `sample_index` (which of the request's n choices) name the row's noise. `bad_words_token_ids` are the
-    token sequences of `params.bad_words`; `eos_token_ids` are masked, as `params.stop_token_ids` are, until
-    `params.min_tokens` outputs exist. `want_mask` asks for the support.
-    """
-
-    params: SamplingParams
-    seed: int
-    sample_index: int
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
-    bad_words_token_ids: Sequence[Sequence[int]] = ()
-    eos_token_ids: Collection[int] = ()
-    want_mask: bool = False
 
 
 def filter_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
@@ -53,9 +33,8 @@ def filter_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """
     filtered = without_nan(logits)
     keep_allowed_ids(filtered, rows)
-    ban_early_stops(filtered, rows)
     add_logit_bias(filtered, rows)
-    ban_bad_words(filtered, rows)
+    ban_tokens(filtered, rows)
     apply_penalties(filtered, rows)
     divide_by_temperature(filtered, rows)
     drop_below_min_p(filtered, rows)
@@ -68,28 +47,20 @@ def is_filtered(row: SamplingRow, vocab_size: int) -> bool:
 
     Penalties and temperature leave the support whole and don't count.
     """
-    params = row.params
+    params = row.filters.params
     return bool(
-        params.greedy
+        row.filters.greedy
         or params.allowed_token_ids is not None
         or params.logit_bias
         or params.min_p > 0
         or _top_limits(row, vocab_size) != (vocab_size, 1.0)
-        or _early_stops(row)
-        or _bad_word_ends(row)
+        or row.banned
     )
 
 
 def only_scales(row: SamplingRow, vocab_size: int) -> bool:
     """True where the filters do nothing to this step's logits but divide them by `temperature`, which isn't 0."""
-    params = row.params
-    penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
-    return penalties == (1.0, 0.0, 0.0) and not is_filtered(row, vocab_size)
-
-
-def temperature_of(row: SamplingRow) -> float:
-    """What the row's logits are divided by; a greedy row's stay as they are."""
-    return 1.0 if row.params.greedy else max(row.params.temperature, MIN_TEMPERATURE)
+    return not row.filters.penalizes and not is_filtered(row, vocab_size)
 
 
 def without_nan(logits: Tensor) -> Tensor:
@@ -99,69 +70,65 @@ def without_nan(logits: Tensor) -> Tensor:
 
 def keep_allowed_ids(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Drop all tokens but `allowed_token_ids`."""
-    allowed = {
-        r: row.params.allowed_token_ids for r, row in enumerate(rows) if row.params.allowed_token_ids is not None
-    }
-    if allowed:
-        index = _index(logits, allowed)
-        kept = logits[index]
-        logits.index_fill_(0, torch.tensor(list(allowed), device=logits.device), -math.inf)
-        logits[index] = kept
-
-
-def ban_early_stops(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Drop EOS and stop tokens while fewer than `min_tokens` outputs exist."""
-    _ban(logits, [_early_stops(row) for row in rows])
+    limited = [r for r, row in enumerate(rows) if row.filters.params.allowed_token_ids is not None]
+    if limited:
+        forbidden = torch.stack([rows[r].filters.forbidden(logits) for r in limited])
+        if len(limited) == len(logits):
+            logits.masked_fill_(forbidden, -math.inf)
+        else:
+            logits[limited] = logits[limited].masked_fill_(forbidden, -math.inf)
 
 
 def add_logit_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Add `logit_bias` to the tokens it names."""
-    biased = {r: row.params.logit_bias for r, row in enumerate(rows) if row.params.logit_bias}
+    biased = [(r, *bias) for r, row in enumerate(rows) if (bias := row.filters.logit_bias) is not None]
     if biased:
-        bias = [b for by_token in biased.values() for t, b in by_token.items() if 0 <= t < logits.shape[-1]]
-        index = _index(logits, biased)
-        added = logits[index] + torch.tensor(bias, dtype=torch.float64, device=logits.device).clamp(-LARGEST, LARGEST)
-        logits[index] = added.float()
+        index = _index(logits, [(r, ids) for r, ids, _ in biased])
+        bias = torch.from_numpy(np.concatenate([bias for *_, bias in biased]).clip(-LARGEST, LARGEST))
+        logits[index] = (logits[index] + bias.to(logits.device)).float()
 
 
-def ban_bad_words(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Drop the last token of each bad word whose other tokens are the latest output tokens."""
-    _ban(logits, [_bad_word_ends(row) for row in rows])
+def ban_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Drop EOS and stop tokens while fewer than `min_tokens` outputs exist, and the last token of each bad word whose
+    other tokens are the latest output tokens."""
+    banned = [(r, ids) for r, row in enumerate(rows) for ids in row.banned]
+    if banned:
+        vocab_size = logits.shape[-1]  # an EOS id may lie beyond it
+        logits[_index(logits, [(r, ids[ids < vocab_size]) for r, ids in banned])] = -math.inf
 
 
 def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Repetition penalty of the tokens of prompt and output (Keskar et al. 2019, arXiv:1909.05858: a positive logit is
     divided by it, another multiplied), then frequency and presence penalties of the output's (OpenAI's definition)."""
-    seen: dict[int, dict[int, int]] = {}
-    factors: list[tuple[float, float, float]] = []
-    for r, row in enumerate(rows):
-        p = row.params
-        if p.repetition_penalty == 1 and p.frequency_penalty == 0 and p.presence_penalty == 0:
-            continue
-        counts: dict[int, int] = dict.fromkeys(row.prompt_token_ids, 0) if p.repetition_penalty != 1 else {}
-        counts.update(Counter(row.output_token_ids))
-        seen[r] = counts
-        repetition = min(max(p.repetition_penalty, 1 / LARGEST), LARGEST)
-        factors += [(repetition, p.frequency_penalty * n, p.presence_penalty * (n > 0)) for n in counts.values()]
-    if not factors:
+    seen = [(r, row.counts, row.filters.params) for r, row in enumerate(rows) if row.filters.penalizes]
+    if not seen:
         return
-    index = _index(logits, seen)
-    repetition_, frequency, presence = torch.tensor(factors, dtype=torch.float32, device=logits.device).unbind(-1)
+    index = _index(logits, [(r, counts.ids) for r, counts, _ in seen])
+    factors = np.concatenate([_factors(counts.counts, params) for _, counts, params in seen], axis=1)
+    repetition, frequency, presence = torch.from_numpy(factors).to(logits.device)
     values = logits[index]
-    values = torch.where(values > 0, values / repetition_, values * repetition_) - frequency - presence
+    values = torch.where(values > 0, values / repetition, values * repetition) - frequency - presence
     logits[index] = values.clamp(max=LARGEST)
+
+
+def _factors(counts: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """What the tokens with these `counts` (n,) are divided by and what is taken from them: (3, n) float32."""
+    repetition = np.full(len(counts), min(max(params.repetition_penalty, 1 / LARGEST), LARGEST))
+    return np.stack([repetition, params.frequency_penalty * counts, params.presence_penalty * (counts > 0)]).astype(
+        np.float32
+    )
 
 
 def divide_by_temperature(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Divide by `temperature`; a greedy row stays as it is."""
-    temperatures = [temperature_of(row) for row in rows]
+    temperatures = [row.filters.temperature for row in rows]
     if any(t != 1 for t in temperatures):
         logits.div_(torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None])
 
 
 def drop_below_min_p(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Drop tokens less likely than `min_p` times the likeliest (Nguyen et al. 2024, arXiv:2407.01082)."""
-    min_ps = [row.params.min_p for row in rows]
+    min_ps = [row.filters.params.min_p for row in rows]
     if any(min_ps):
         logs = [math.log(p) if p > 0 else -math.inf for p in min_ps]
         limits = logits.amax(-1, keepdim=True) + torch.tensor(logs, dtype=torch.float32, device=logits.device)[:, None]
@@ -233,34 +200,15 @@ def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def _top_limits(row: SamplingRow, vocab_size: int) -> tuple[int, float]:
     """(k, p) of a row: (vocab_size, 1.0) where it keeps all."""
-    params = row.params
-    if params.greedy:
+    if row.filters.greedy:
         return 1, 1.0
+    params = row.filters.params
     return (params.top_k if 0 < params.top_k < vocab_size else vocab_size), params.top_p
 
 
-def _early_stops(row: SamplingRow) -> Collection[int]:
-    if len(row.output_token_ids) >= row.params.min_tokens:
-        return ()
-    return {*row.eos_token_ids, *row.params.stop_token_ids}
-
-
-def _bad_word_ends(row: SamplingRow) -> Collection[int]:
-    output = row.output_token_ids
-    return {
-        word[-1]
-        for word in row.bad_words_token_ids
-        if word and list(output[len(output) - len(word) + 1 :]) == list(word[:-1])
-    }
-
-
-def _ban(logits: Tensor, banned: Sequence[Collection[int]]) -> None:
-    if any(banned):
-        logits[_index(logits, dict(enumerate(banned)))] = -math.inf
-
-
-def _index(logits: Tensor, ids_of: Mapping[int, Collection[int]]) -> tuple[Tensor, Tensor]:
-    """Index of the entries (row, id) of `logits`; ids outside the vocabulary (an EOS id may be) are left out."""
-    pairs = [(r, i) for r, ids in ids_of.items() for i in ids if 0 <= i < logits.shape[-1]]
-    index = torch.tensor(pairs, dtype=torch.long, device=logits.device).reshape(-1, 2)
-    return index[:, 0], index[:, 1]
+def _index(logits: Tensor, ids_of: Iterable[tuple[int, np.ndarray]]) -> tuple[Tensor, Tensor]:
+    """Index of the entries (row, id) of `logits`, each row with its ids (n,) int64."""
+    rows, ids = zip(*ids_of, strict=True)
+    flat = np.stack([np.repeat(np.array(rows), [len(part) for part in ids]), np.concatenate(ids)])
+    row, token = torch.from_numpy(flat).to(logits.device)
+    return row, token

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -14,22 +14,14 @@ from torch.nn.functional import pad
 
 from rollout.config import LogprobsMode
 from rollout.kernels.native import address, is_fast, library
-from rollout.outputs import TokenLogprob
-from rollout.sampling.filters import SamplingRow, filter_logits, is_filtered, only_scales, temperature_of, top_tokens
+from rollout.outputs import TokenLogprob, TokenOutput
+from rollout.sampling.filters import filter_logits, is_filtered, only_scales, top_tokens
+from rollout.sampling.rows import SamplingRow
 
 NO_LOGPROB = -9999.0  # what the protocol sends for -inf and NaN
 BLOCK = 256  # tokens in one block of the two-level draw; a power of two
 PROMPT_ROWS = 128  # rows of prompt logits that are worked on at once, which bounds the memory it takes
 MASK_ENTRIES = 1 << 22  # logits whose support is read at once, likewise
-
-
-@dataclass(slots=True)
-class SampledToken:
-    """One row's token; `logprobs` and `sampling_mask` as in `rollout.outputs.TokenOutput`."""
-
-    token_id: int
-    logprobs: list[TokenLogprob] | None = None
-    sampling_mask: bytes | None = None
 
 
 class Sampler:
@@ -43,8 +35,10 @@ class Sampler:
         self.logprobs_mode = logprobs_mode
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[TokenOutput]:
         """One token for each row of `logits` (rows, vocab; any float dtype, any device). `logits` is left as it is.
+
+        The outputs have the row's request, its token, its logprobs and its sampling mask; nothing of the weights yet.
 
         A row whose filters leave no token, or whose logits hold no number, gives token 0 with a logprob of -9999.0.
         Raises ValueError where `rows` and `logits` differ in number.
@@ -59,32 +53,35 @@ class Sampler:
         groups: dict[int, list[int]] = defaultdict(list)  # rows by the number of logprobs they ask for
         masked, tracked = [], []
         for r, row in enumerate(rows):
-            if row.params.logprob_token_ids:
+            params = row.filters.params
+            if params.logprob_token_ids:
                 tracked.append(r)
-            elif row.params.logprobs is not None:
-                groups[row.params.logprobs].append(r)
-            if row.want_mask and is_filtered(row, logits.shape[-1]):
+            elif params.logprobs is not None:
+                groups[params.logprobs].append(r)
+            if row.filters.want_mask and is_filtered(row, logits.shape[-1]):
                 masked.append(r)
         tensors = [tokens]
         for k, members in groups.items():
             tensors += _logprob_table(_take(source, members), _take(tokens, members), k)
 
         arrays = iter(_to_host(tensors))
-        sampled = [SampledToken(int(token)) for token in next(arrays)]
+        ids = next(arrays).astype(int).tolist()
+        sampled = [TokenOutput(row.request_id, row.index, token) for row, token in zip(rows, ids, strict=True)]
         for members in groups.values():
-            ids = [sampled[r].token_id for r in members]
-            for r, entries in zip(members, _entries(ids, *(next(arrays) for _ in range(4))), strict=True):
+            for r, entries in zip(members, _entries([ids[r] for r in members], *islice(arrays, 4)), strict=True):
                 sampled[r].logprobs = entries
         for r in tracked:
-            asked = rows[r].params.logprob_token_ids or ()
-            sampled[r].logprobs = _logprobs_of(source[r], [sampled[r].token_id, *asked])
+            asked = rows[r].filters.params.logprob_token_ids or ()
+            sampled[r].logprobs = _logprobs_of(source[r], [ids[r], *asked])
         for r, mask in zip(masked, [] if filtered is None else _masks(filtered, masked), strict=True):
-            sampled[r].sampling_mask = (mask if len(mask) else np.array([sampled[r].token_id], np.int32)).tobytes()
+            sampled[r].sampling_mask = (mask if len(mask) else np.array([ids[r]], np.int32)).tobytes()
         return sampled
 
     def _needed_filtered(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor | None:
         """What the tokens are drawn from; None where they come from `logits` in one pass, and nothing else needs it."""
-        reported = self.logprobs_mode == "processed_logprobs" and any(row.params.logprobs is not None for row in rows)
+        reported = self.logprobs_mode == "processed_logprobs" and any(
+            row.filters.params.logprobs is not None for row in rows
+        )
         if reported or not _drawn_natively(logits) or not all(only_scales(row, logits.shape[-1]) for row in rows):
             return filter_logits(logits, rows)
         return None
@@ -106,8 +103,8 @@ class Sampler:
 def _choose(filtered: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Token ids (rows,) int64: the one token that a greedy row's filters left, a draw for every other row."""
     tokens = torch.empty(len(rows), dtype=torch.long, device=filtered.device)
-    greedy = [r for r, row in enumerate(rows) if row.params.greedy]
-    drawn = [r for r, row in enumerate(rows) if not row.params.greedy]
+    greedy = [r for r, row in enumerate(rows) if row.filters.greedy]
+    drawn = [r for r, row in enumerate(rows) if not row.filters.greedy]
     if greedy:
         tokens[greedy] = _take(filtered, greedy).argmax(-1)
     if drawn:
@@ -118,7 +115,9 @@ def _choose(filtered: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 def _draw_scaled(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """What `_choose` gives for rows of which only the temperature is asked, without the copy that it works on."""
-    return _draw_natively(logits, torch.tensor([temperature_of(row) for row in rows]), torch.from_numpy(uniforms(rows)))
+    return _draw_natively(
+        logits, torch.tensor([row.filters.temperature for row in rows]), torch.from_numpy(uniforms(rows))
+    )
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
@@ -186,8 +185,8 @@ def uniforms(rows: Sequence[SamplingRow]) -> np.ndarray:
     """One float64 of 53 random bits in [0, 1) a row: word 0 and 1 of Philox, keyed by the row's seed, at the counter
     (position in the output, sample index)."""
     seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-    positions = np.array([len(row.output_token_ids) for row in rows], dtype=np.uint64)
-    samples = np.array([row.sample_index for row in rows], dtype=np.uint64)
+    positions = np.array([row.position for row in rows], dtype=np.uint64)
+    samples = np.array([row.index for row in rows], dtype=np.uint64)
     zero = np.zeros_like(seeds)
     words = philox4x32(np.stack([positions, zero, samples, zero]), np.stack([seeds & 0xFFFFFFFF, seeds >> 32]))
     mantissas: np.ndarray = (words[1] << 32 | words[0]) >> 11

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rollout.outputs import mask_ids
-from rollout.sampling.filters import SamplingRow
 from rollout.sampling.params import SamplingParams
+from rollout.sampling.rows import RequestFilters, SamplingRow
 from rollout.sampling.sampler import Sampler
 from trainer_bridge.client import Span
 from trainer_bridge.score import replay
@@ -29,11 +29,10 @@ def sample(params: SamplingParams) -> tuple[torch.Tensor, list[int], list[float]
     values: list[float] = []
     masks: list[list[int] | None] = []
     for step in logits:
-        row = SamplingRow(
-            params, 11, 0, PROMPT, list(tokens), [[tokens[-1], 7]] if tokens else [], (2,), want_mask=True
-        )
+        filters = RequestFilters(params, PROMPT, [[tokens[-1], 7]] if tokens else [], (2,), want_mask=True)
+        row = SamplingRow(filters, 11, 0, tokens)
         sampled = engine.sample(step[None], [row])[0]
-        tokens.append(sampled.token_id)
+        tokens.append(sampled.token_id or 0)
         values.append((sampled.logprobs or [])[0].logprob)
         masks.append(None if sampled.sampling_mask is None else mask_ids(sampled.sampling_mask).tolist())
     return logits, tokens, values, masks

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rollout.config import KVPolicy
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.request import Request, Sequence
-from rollout.engine.scheduler import Scheduler, Step
+from rollout.engine.scheduler import Scheduler, SchedulerOutput
 from rollout.outputs import TokenLogprob
 from rollout.sampling.params import SamplingParams
 
@@ -52,7 +52,7 @@ class World:
         self.scheduler.add([Sequence(request, index, list(prompt)) for index in range(n)])
         return request
 
-    def schedule(self) -> Step:
+    def schedule(self) -> SchedulerOutput:
         """Schedule a step and check that it keeps within every budget and passes nobody over."""
         s = self.scheduler
         before, decoding = list(s.running), [q for q in s.running if q.num_to_compute == 1]
@@ -130,7 +130,7 @@ class World:
         assert q.num_computed == len(q.token_ids)
         epochs = frozenset(self.epochs(q)[1])
         current = epochs == {self.scheduler.epoch}
-        assert q.kv_state == ("current" if current else "mixed")
+        assert q.kv_epoch == (self.scheduler.epoch if current else None)
         if not q.output_len:
             assert current
             self.check_prompt_logprobs(q.request)

@@ -11,40 +11,48 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.outputs import TokenLogprob, mask_ids
+from rollout.outputs import TokenLogprob, TokenOutput, mask_ids
 from rollout.sampling import filters, sampler
-from rollout.sampling.filters import SamplingRow, filter_logits, is_filtered, top_tokens
+from rollout.sampling.filters import filter_logits, is_filtered, top_tokens
 from rollout.sampling.params import SamplingParams
-from rollout.sampling.sampler import SampledToken, Sampler, draw, philox4x32, uniforms
+from rollout.sampling.rows import RequestFilters, SamplingRow
+from rollout.sampling.sampler import Sampler, draw, philox4x32, uniforms
 
 VOCAB = 70  # more than the narrowest look at the likeliest tokens
 INF = math.inf
 
 
-def make_row(
-    seed: int = 0, *, prompt: Any = (), output: Any = (), bad: Any = (), eos: Any = (), **params: Any
-) -> SamplingRow:
-    return SamplingRow(SamplingParams(**params), seed, 0, list(prompt), list(output), bad, eos, want_mask=True)
+class Row(SamplingRow):
+    """A row that remembers what it was made from, for the reference."""
+
+    def __init__(self, filters: RequestFilters, seed: int, prompt: Any, output: Any, bad: Any, eos: Any) -> None:
+        super().__init__(filters, seed, 0, output)
+        self.params, self.prompt, self.output, self.bad, self.eos = filters.params, prompt, [*output], bad, eos
 
 
-def mask_of(sampled: SampledToken) -> list[int] | None:
+def make_row(seed: int = 0, *, prompt: Any = (), output: Any = (), bad: Any = (), eos: Any = (), **params: Any) -> Row:
+    filters = RequestFilters(SamplingParams(**params), list(prompt), bad, eos, want_mask=True)
+    return Row(filters, seed, prompt, output, bad, eos)
+
+
+def mask_of(sampled: TokenOutput) -> list[int] | None:
     return None if sampled.sampling_mask is None else mask_ids(sampled.sampling_mask).tolist()
 
 
-def reference_filter(logits: list[float], row: SamplingRow) -> dict[int, float]:
+def reference_filter(logits: list[float], row: Row) -> dict[int, float]:
     """What is left of a row, by token, in float64."""
-    p, output = row.params, list(row.output_token_ids)
+    p, output = row.params, row.output
     left = {t: x for t, x in enumerate(logits) if p.allowed_token_ids is None or t in p.allowed_token_ids}
     if len(output) < p.min_tokens:
-        left = {t: x for t, x in left.items() if t not in row.eos_token_ids and t not in p.stop_token_ids}
+        left = {t: x for t, x in left.items() if t not in row.eos and t not in p.stop_token_ids}
     for t, bias in (p.logit_bias or {}).items():
         if t in left:
             left[t] += bias
-    for *start, end in row.bad_words_token_ids:
+    for *start, end in row.bad:
         if len(start) <= len(output) and output[len(output) - len(start) :] == start:
             left.pop(end, None)
     for t in left:
-        if t in output or t in row.prompt_token_ids:
+        if t in output or t in row.prompt:
             left[t] = left[t] / p.repetition_penalty if left[t] > 0 else left[t] * p.repetition_penalty
         left[t] -= p.frequency_penalty * output.count(t) + p.presence_penalty * (t in output)
     ranked = sorted(left, key=lambda t: (-left[t], t))
@@ -72,7 +80,7 @@ some = st.lists(tokens, max_size=6)
 
 
 @st.composite
-def requests(draw_: st.DrawFn) -> SamplingRow:
+def requests(draw_: st.DrawFn) -> Row:
     def maybe(strategy: st.SearchStrategy[Any], off: Any) -> Any:
         return draw_(st.one_of(st.just(off), strategy))
 
@@ -100,7 +108,7 @@ def requests(draw_: st.DrawFn) -> SamplingRow:
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(logit_rows, requests()), min_size=1, max_size=4))
-def test_filters_equal_the_reference(batch: list[tuple[list[float], SamplingRow]]) -> None:
+def test_filters_equal_the_reference(batch: list[tuple[list[float], Row]]) -> None:
     rows = [row for _, row in batch]
     filtered = filter_logits(torch.tensor([x for x, _ in batch]), rows)
     for (logits, row), result in zip(batch, filtered.tolist(), strict=True):
@@ -112,7 +120,7 @@ def test_filters_equal_the_reference(batch: list[tuple[list[float], SamplingRow]
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(logit_rows, requests()), min_size=2, max_size=4), st.sampled_from(["raw", "processed"]))
-def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], SamplingRow]], mode: str) -> None:
+def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], Row]], mode: str) -> None:
     engine = Sampler(f"{mode}_logprobs")  # type: ignore[arg-type]
     logits, rows = torch.tensor([x for x, _ in batch]), [row for _, row in batch]
     together = engine.sample(logits, rows)
@@ -201,7 +209,7 @@ def test_sampling_mask(params: dict[str, Any], mask: list[int] | None) -> None:
     sampled = Sampler().sample(logits, [row])[0]
     assert mask_of(sampled) == mask
     assert mask is None or sampled.token_id in mask
-    row.want_mask = False
+    row.filters.want_mask = False
     assert Sampler().sample(logits, [row])[0].sampling_mask is None
 
 
@@ -266,7 +274,7 @@ def test_philox_known_answers() -> None:
 
 def test_noise_is_named_by_seed_sample_and_position() -> None:
     def noise(seed: int, sample: int, position: int) -> float:
-        return float(uniforms([SamplingRow(SamplingParams(), seed, sample, [9], [0] * position)])[0])
+        return float(uniforms([SamplingRow(RequestFilters(SamplingParams(), [9]), seed, sample, [0] * position)])[0])
 
     names = [(seed, sample, pos) for seed in (0, 1, 2**32, 2**63 - 1) for sample in (0, 1) for pos in (0, 1, 70)]
     values = {noise(*name) for name in names}
@@ -299,7 +307,8 @@ def test_draws_in_one_pass_are_those_of_filtered_logits_in_torch(vocab: int, mon
 def test_draws_follow_the_distribution() -> None:
     count, vocab = 20_000, 600
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(4)) * 1.5
-    rows = [SamplingRow(SamplingParams(temperature=0.8), seed, 0, [], []) for seed in range(count)]
+    filters = RequestFilters(SamplingParams(temperature=0.8))
+    rows = [SamplingRow(filters, seed, 0) for seed in range(count)]
     sampled = [
         s.token_id
         for part in range(0, count, 2000)
@@ -365,7 +374,7 @@ def test_a_seeded_choice_is_the_same_in_any_company() -> None:
     generator = torch.Generator().manual_seed(6)
     logits = torch.randn(64, 512, generator=generator)
 
-    def run(company: int) -> list[SampledToken]:
+    def run(company: int) -> list[TokenOutput]:
         output: list[int] = []
         result = []
         for step in range(20):

@@ -21,8 +21,8 @@ from rollout.config import ServerConfig
 from rollout.fleet.client import run_engine
 from rollout.messages import AbortRequests, EngineReady
 from rollout.outputs import TokenOutput, mask_ids
-from rollout.sampling.filters import SamplingRow
 from rollout.sampling.params import SamplingParams
+from rollout.sampling.rows import RequestFilters, SamplingRow
 from rollout.sampling.sampler import Sampler
 from rollout.server.admit import check_satisfiable
 from rollout.server.errors import ApiError
@@ -229,7 +229,8 @@ def test_wide_masks_cost_four_bytes_a_token() -> None:
     rows, vocab = 48, 49152
     logits = torch.zeros(rows, vocab)
     params = SamplingParams(min_tokens=1)
-    asked = [SamplingRow(params, seed, 0, [5], [], eos_token_ids=[2], want_mask=True) for seed in range(rows)]
+    filters = RequestFilters(params, [5], eos_token_ids=[2], want_mask=True)
+    asked = [SamplingRow(filters, seed, 0) for seed in range(rows)]
     tracemalloc.start()  # knows Python's and NumPy's memory, not torch's
     try:
         sampled = Sampler().sample(logits, asked)

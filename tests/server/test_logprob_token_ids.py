@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rollout.fleet.client import run_engine
-from rollout.sampling.filters import SamplingRow
 from rollout.sampling.params import ParameterError, SamplingParams
+from rollout.sampling.rows import RequestFilters, SamplingRow
 from rollout.sampling.sampler import NO_LOGPROB, Sampler
 from tests.support import tiny_models
 from tests.support.engine_utils import TOLERANCE, engine, ids, prompt, request, run, teacher_forced
@@ -49,7 +49,7 @@ def test_the_sampled_token_then_the_named_ones_with_their_ranks(folder: Path) ->
 def test_of_the_filtered_distribution_in_that_mode() -> None:
     logits = torch.tensor([[0.0, 1.0, 3.0, 2.0]])
     params = SamplingParams(top_k=2, temperature=0.5, logprob_token_ids=[0, 3, 2])
-    (sampled,) = Sampler("processed_logprobs").sample(logits, [SamplingRow(params, 1, 0, [5], [])])
+    (sampled,) = Sampler("processed_logprobs").sample(logits, [SamplingRow(RequestFilters(params, [5]), 1, 0)])
     assert sampled.logprobs is not None
     entries = {entry.token_id: (round(entry.logprob, 4), entry.rank) for entry in sampled.logprobs}
     expected = torch.tensor([4.0, 6.0]).log_softmax(-1)

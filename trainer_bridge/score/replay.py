@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout.sampling.filters import SamplingRow, add_logit_bias, apply_penalties, divide_by_temperature, without_nan
+from rollout.sampling.filters import add_logit_bias, apply_penalties, divide_by_temperature, without_nan
 from rollout.sampling.params import SamplingParams, check_names
+from rollout.sampling.rows import RequestFilters, SamplingRow
 from trainer_bridge.client import Span
 
 _BLOCK_ROWS = 256
@@ -81,18 +82,20 @@ def _block_logprobs(
     params: SamplingParams,
     prompt: Sequence[int],
 ) -> Tensor:
-    """Those of `logits` (rows, vocab), whose first row predicts `ids[start]`: a row that is penalised holds all the
-    ids before it, so only a block's worth of rows is made at a time."""
+    """Those of `logits` (rows, vocab), whose first row predicts `ids[start]`."""
     moved = without_nan(logits)
-    steps = range(start, start + len(logits))
-    if (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0):
-        rows = [SamplingRow(params, 0, 0, prompt, ids[:t]) for t in steps]
-    else:
-        rows = [SamplingRow(params, 0, 0, prompt, ())] * len(logits)
+    sampled = ids[start : start + len(logits)]
+    filters = RequestFilters(params, prompt)
+    row = SamplingRow(filters, 0, 0, ids[:start])
+    rows = [row] * len(logits)
     add_logit_bias(moved, rows)
-    apply_penalties(moved, rows)
+    if filters.penalizes:
+        parts = [part.clone() for part in moved.split(1)]
+        for part, token_id in zip(parts, sampled, strict=True):
+            apply_penalties(part, [row])
+            row.append(token_id)
+        moved = torch.cat(parts)
     divide_by_temperature(moved, rows)
-    sampled = ids[start : steps.stop]
     if any(mask is not None for mask in masks):
         moved = moved.masked_fill(_dropped(masks, sampled, moved, start), -math.inf)
     return token_logprobs(moved, sampled)
