@@ -84,8 +84,8 @@ def add_logit_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     biased = [(r, *bias) for r, row in enumerate(rows) if (bias := row.filters.logit_bias) is not None]
     if biased:
         index = _index(logits, [(r, ids) for r, ids, _ in biased])
-        bias = torch.from_numpy(np.concatenate([bias for *_, bias in biased]).clip(-LARGEST, LARGEST))
-        logits[index] = (logits[index] + bias.to(logits.device)).float()
+        added = torch.from_numpy(np.concatenate([values for *_, values in biased]).clip(-LARGEST, LARGEST))
+        logits[index] = (logits[index] + added.to(logits.device)).float()
 
 
 def ban_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
