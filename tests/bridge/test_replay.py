@@ -86,7 +86,7 @@ def test_gradient_is_that_of_a_softmax_over_the_mask() -> None:
 
 def test_gradient_passes_through_bias_and_penalties() -> None:
     params = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "logit_bias": {3: 1.0}}
-    logits = torch.randn(3, 6, dtype=torch.float32, requires_grad=True)
+    logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
     ids = [2, 3, 2]
 
     def summed(x: torch.Tensor) -> torch.Tensor:
