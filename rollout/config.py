@@ -20,51 +20,52 @@ DataParallelBackend = Literal["mp", "ray"]
 AttentionBackendName = Literal["auto", "native", "torch", "flash_attn", "triton"]
 
 
-def _flag(default: Any, help: str, *, secret: bool = False) -> Any:
-    return field(default=default, repr=not secret, metadata={"help": help})
+def flag(default: Any, help: str, *, secret: bool = False) -> Any:
+    """A field of a configuration that is a command-line flag with this help; a secret one is never shown."""
+    return field(default=default, repr=not secret, metadata={"help": help, "secret": secret})
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """What one engine process needs. Raises ValueError, naming the field, on values that can't work."""
 
-    model: str = _flag("", "A transformers folder (safetensors), a .gguf file, or a hub id where there is a network.")
-    dtype: Dtype = _flag("auto", "Parameter dtype. auto: the checkpoint's; float32 on a CPU that is slow in bf16.")
-    device: Device = _flag("auto", "auto: cuda where there is one.")
-    load_format: Literal["auto", "dummy"] = _flag("auto", "dummy: random weights of the model's shapes.")
-    seed: int | None = _flag(None, "Seed of what requests without one get (and of dummy weights). Default: entropy.")
-    max_model_len: int | None = _flag(None, "Longest prompt + output, in tokens. Default: the model's own limit.")
-    max_num_seqs: int = _flag(256, "Most sequences in one step.")
-    max_num_batched_tokens: int = _flag(2048, "Most tokens in one step: decodes plus prompt chunks.")
-    block_size: int = _flag(16, "Tokens in one block of the KV cache.")
-    kv_cache_memory_bytes: int | None = _flag(
+    model: str = flag("", "A transformers folder (safetensors), a .gguf file, or a hub id where there is a network.")
+    dtype: Dtype = flag("auto", "Parameter dtype. auto: the checkpoint's; float32 on a CPU that is slow in bf16.")
+    device: Device = flag("auto", "auto: cuda where there is one.")
+    load_format: Literal["auto", "dummy"] = flag("auto", "dummy: random weights of the model's shapes.")
+    seed: int | None = flag(None, "Seed of what requests without one get (and of dummy weights). Default: entropy.")
+    max_model_len: int | None = flag(None, "Longest prompt + output, in tokens. Default: the model's own limit.")
+    max_num_seqs: int = flag(256, "Most sequences in one step.")
+    max_num_batched_tokens: int = flag(2048, "Most tokens in one step: decodes plus prompt chunks.")
+    block_size: int = flag(16, "Tokens in one block of the KV cache.")
+    kv_cache_memory_bytes: int | None = flag(
         None, "Bytes for the KV cache. Default: a share of free GPU memory, or at most 4 GiB on a CPU."
     )
-    num_gpu_blocks_override: int | None = _flag(None, "Number of KV-cache blocks, whatever the memory.")
-    gpu_memory_utilization: float = _flag(0.9, "Share of GPU memory for weights, staging and cache together.")
-    enable_prefix_caching: bool = _flag(True, "Reuse the blocks of a shared prefix (never across weight epochs).")
-    scheduling_policy: SchedulingPolicy = _flag("fcfs", "fcfs, or priority (lower values first, then arrival).")
-    kv_policy: KVPolicy | None = _flag(
+    num_gpu_blocks_override: int | None = flag(None, "Number of KV-cache blocks, whatever the memory.")
+    gpu_memory_utilization: float = flag(0.9, "Share of GPU memory for weights, staging and cache together.")
+    enable_prefix_caching: bool = flag(True, "Reuse the blocks of a shared prefix (never across weight epochs).")
+    scheduling_policy: SchedulingPolicy = flag("fcfs", "fcfs, or priority (lower values first, then arrival).")
+    kv_policy: KVPolicy | None = flag(
         None, "What a commit does to the cache of running requests. Default: keep; recompute if --batch-invariant."
     )
-    batch_invariant: bool = _flag(False, "The same bits for a request alone and in any batch; checked at start.")
-    weight_staging: WeightStaging = _flag(
+    batch_invariant: bool = flag(False, "The same bits for a request alone and in any batch; checked at start.")
+    weight_staging: WeightStaging = flag(
         "full", "full: receive into a second copy. in_place: into the live one, paused."
     )
-    allow_partial_updates: bool = _flag(False, "Accept updates that name only a subset of the parameters.")
-    weight_update_timeout_s: float = _flag(300.0, "Longest wait for any one step of a weight update, in seconds.")
-    keep_weight_snapshot: str | None = _flag(
+    allow_partial_updates: bool = flag(False, "Accept updates that name only a subset of the parameters.")
+    weight_update_timeout_s: float = flag(300.0, "Longest wait for any one step of a weight update, in seconds.")
+    keep_weight_snapshot: str | None = flag(
         None, "A folder for a copy of the last committed weights; an engine that must be restarted goes on from it."
     )
-    logprobs_mode: LogprobsMode = _flag("raw_logprobs", "Logprobs before any filter, or of the sampled distribution.")
-    max_logprobs: int = _flag(20, "Largest `logprobs` a request may ask for.")
-    enable_return_routed_experts: bool = _flag(False, "Answers of a mixture-of-experts model carry routed_experts.")
-    attention_backend: AttentionBackendName = _flag(
+    logprobs_mode: LogprobsMode = flag("raw_logprobs", "Logprobs before any filter, or of the sampled distribution.")
+    max_logprobs: int = flag(20, "Largest `logprobs` a request may ask for.")
+    enable_return_routed_experts: bool = flag(False, "Answers of a mixture-of-experts model carry routed_experts.")
+    attention_backend: AttentionBackendName = flag(
         "auto", "auto: native (compiled once), else torch, on CPU; flash_attn, else triton, on CUDA."
     )
-    tensor_parallel_size: int = _flag(1, "Devices that share one engine's model, each with a part of every layer.")
-    enforce_eager: bool = _flag(False, "Never capture CUDA graphs.")
-    num_threads: int | None = _flag(None, "Threads for CPU arithmetic. Default: torch's.")
+    tensor_parallel_size: int = flag(1, "Devices that share one engine's model, each with a part of every layer.")
+    enforce_eager: bool = flag(False, "Never capture CUDA graphs.")
+    num_threads: int | None = flag(None, "Threads for CPU arithmetic. Default: torch's.")
 
     @property
     def default_kv_policy(self) -> KVPolicy:
@@ -101,36 +102,36 @@ class EngineConfig:
 class ServerConfig:
     """What the server process needs beside the engine's configuration. Raises ValueError, naming the field."""
 
-    host: str = _flag("127.0.0.1", "Address to listen on.")
-    port: int = _flag(8000, "Port to listen on; 0 picks a free one and prints it.")
-    served_model_name: str | None = _flag(None, "Name clients use. Default: the model's path.")
-    enable_scale_out: bool = _flag(False, "Register /inference/v1/generate and its companions.")
-    tokens_only: bool = _flag(False, "Token-in/token-out only: no tokenizer is loaded; implies --enable-scale-out.")
-    skip_tokenizer_init: bool = _flag(False, "Load no tokenizer: text and stop strings are refused.")
-    return_sampling_mask: bool = _flag(False, "Answers carry the support of each sampled distribution.")
-    return_tokens_as_token_ids: bool = _flag(False, "Text logprobs say `token_id:N` in place of a token's text.")
-    trust_request_chat_template: bool = _flag(False, "Accept the `chat_template` of a request.")
-    api_key: tuple[str, ...] = _flag(
+    host: str = flag("127.0.0.1", "Address to listen on.")
+    port: int = flag(8000, "Port to listen on; 0 picks a free one and prints it.")
+    served_model_name: str | None = flag(None, "Name clients use. Default: the model's path.")
+    enable_scale_out: bool = flag(False, "Register /inference/v1/generate and its companions.")
+    tokens_only: bool = flag(False, "Token-in/token-out only: no tokenizer is loaded; implies --enable-scale-out.")
+    skip_tokenizer_init: bool = flag(False, "Load no tokenizer: text and stop strings are refused.")
+    return_sampling_mask: bool = flag(False, "Answers carry the support of each sampled distribution.")
+    return_tokens_as_token_ids: bool = flag(False, "Text logprobs say `token_id:N` in place of a token's text.")
+    trust_request_chat_template: bool = flag(False, "Accept the `chat_template` of a request.")
+    api_key: tuple[str, ...] = flag(
         (),
         "A key that guards all but /health and /ping; may be repeated. Default: ROLLOUT_API_KEY and VLLM_API_KEY.",
         secret=True,
     )
-    max_queued_requests: int | None = _flag(
+    max_queued_requests: int | None = flag(
         None, "Most choices in flight beyond --max-num-seqs; a request for more gets a 503. Default: any number."
     )
-    max_body_bytes: int = _flag(64 << 20, "Largest body of a request, in bytes; a larger one gets a 413.")
-    receive_timeout_s: float = _flag(30.0, "A request whose next bytes take longer to come is dropped, in seconds.")
-    shutdown_timeout: float = _flag(0.0, "Seconds that SIGTERM lets running requests finish; then they are aborted.")
-    engine_start_timeout_s: float = _flag(600.0, "Longest wait for the engine to load the model, in seconds.")
-    engine_stall_timeout_s: float = _flag(
+    max_body_bytes: int = flag(64 << 20, "Largest body of a request, in bytes; a larger one gets a 413.")
+    receive_timeout_s: float = flag(30.0, "A request whose next bytes take longer to come is dropped, in seconds.")
+    shutdown_timeout: float = flag(0.0, "Seconds that SIGTERM lets running requests finish; then they are aborted.")
+    engine_start_timeout_s: float = flag(600.0, "Longest wait for the engine to load the model, in seconds.")
+    engine_stall_timeout_s: float = flag(
         300.0, "An engine silent for this long, and then deaf to a probe for as long, is declared dead, in seconds."
     )
-    engine_restarts: int = _flag(3, "Most restarts of a dead engine within 10 minutes; beyond them it stays dead.")
-    data_parallel_size: int = _flag(1, "Engines, each with the whole model; on CUDA, each with devices of its own.")
-    data_parallel_backend: DataParallelBackend = _flag(
+    engine_restarts: int = flag(3, "Most restarts of a dead engine within 10 minutes; beyond them it stays dead.")
+    data_parallel_size: int = flag(1, "Engines, each with the whole model; on CUDA, each with devices of its own.")
+    data_parallel_backend: DataParallelBackend = flag(
         "mp", "mp: engines are processes of this machine. ray: actors of a Ray cluster, behind Ray Serve."
     )
-    uvicorn_log_level: LogLevel = _flag("warning", "Log level of the HTTP server.")
+    uvicorn_log_level: LogLevel = flag("warning", "Log level of the HTTP server.")
 
     def __post_init__(self) -> None:
         if not all(self.api_key):

@@ -1,52 +1,116 @@
-"""`rollout serve` as a process of the demo, which ends with it even where the demo is killed."""
+"""Servers as child processes: of the demo, the examples, the benchmark and the tests."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-START_TIMEOUT_S = 180.0
-STOP_TIMEOUT_S = 15.0
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 30.0
+_POLL_S = 0.05
 
 _SERVING = re.compile(r"serving .* on (http://\S+)")
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A running server: its address, its process, and when that began (`time.perf_counter`)."""
+
+    url: str
+    pid: int
+    began: float
+
+
 @contextlib.contextmanager
-def serve(model: Path, log: Path, *flags: str) -> Iterator[str]:
-    """The address of a server of `model` on a free port, while the context lasts; what it prints goes to `log`.
+def serve(model: str | Path, log: Path, *flags: str) -> Iterator[str]:
+    """The address of `rollout serve MODEL FLAGS` on a free port, while the context lasts; its output goes to `log`.
 
-    Raises RuntimeError, with the end of the log, where it doesn't start.
+    The server ends with this process, even where that is killed. Raises RuntimeError as `launch` does.
     """
-    command = [sys.executable, "-m", __name__, "serve", str(model), "--port", "0", *flags]
-    with open(log, "w") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+    with launch(serve_command(model, *flags), log) as server:
+        yield server.url
+
+
+def serve_command(model: str | Path, *flags: str) -> list[str]:
+    """The command line of a server on a free port, which ends when the process that started it is gone."""
+    return [sys.executable, "-m", __name__, "serve", str(model), "--port", "0", *flags]
+
+
+def split_command(command: str) -> list[str]:
+    """A command line as a list. Raises ValueError where it has no place for the port."""
+    if "{port}" not in command:
+        raise ValueError(f"the command must say where the port goes, as {{port}}: {command!r}")
+    return shlex.split(command)
+
+
+@contextlib.contextmanager
+def launch(
+    command: Sequence[str], log: Path | None = None, *, timeout_s: float = START_TIMEOUT_S
+) -> Iterator[Launched]:
+    """Run a server in a process group of its own while the context lasts; yield it once /health answers 200.
+
+    `{port}` in the command stands for a free port; without it, the server must print its address as rollout's does.
+    Raises RuntimeError, with the end of what the server printed, where it isn't healthy within `timeout_s`.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    arguments = [part.replace("{port}", port) for part in command]
+    url = None if arguments == list(command) else f"http://127.0.0.1:{port}"
+    with contextlib.ExitStack() as stack:
+        log = log or Path(stack.enter_context(tempfile.TemporaryDirectory())) / "server.log"
+        with open(log, "w") as output:
+            began = time.perf_counter()
+            process = subprocess.Popen(
+                arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
+            )
+        stack.callback(_stop, process)
+        yield Launched(_healthy_address(process, url, log, timeout_s), process.pid, began)
+
+
+def _healthy_address(process: subprocess.Popen[bytes], url: str | None, log: Path, timeout_s: float) -> str:
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None and time.monotonic() < deadline:
+        if url is None and (serving := _SERVING.search(log.read_text(errors="replace"))):
+            url = serving[1]
+        if url is not None and _is_healthy(url):
+            return url
+        time.sleep(_POLL_S)
+    why = f"is not healthy after {timeout_s:g} s" if process.poll() is None else f"has ended ({process.returncode})"
+    printed = log.read_text(errors="replace")[-2000:]
+    raise RuntimeError(f"the server {why}: `{shlex.join(map(str, process.args))}`. The end of {log}:\n{printed}")  # type: ignore[arg-type]
+
+
+def _is_healthy(url: str) -> bool:
+    import http.client  # here, since the server's own process imports this module first
+    import urllib.request
+
     try:
-        yield _address(process, log)
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (OSError, http.client.HTTPException):
+        return False
 
 
-def _address(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline and process.poll() is None:
-        if serving := _SERVING.search(log.read_text()):
-            return serving[1]
-        time.sleep(0.1)
-    why = "is not ready" if process.poll() is None else f"ended with exit code {process.returncode}"
-    raise RuntimeError(f"the server {why}; the end of {log}:\n{log.read_text()[-2000:]}")
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _end_with(parent: int) -> None:

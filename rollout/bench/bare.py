@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typer.main import get_command
 from rollout.bench.loads import Load
 from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
-from rollout.flags import config_from, flags_of
+from rollout.flags import config_from, with_flags
 from rollout.messages import AddRequest
 from rollout.sampling.params import SamplingParams
 
@@ -23,16 +22,14 @@ def engine_config(model: Path, flags: Sequence[str]) -> EngineConfig:
 
     Raises click's UsageError for a flag that an engine doesn't have.
     """
+    app = typer.Typer(add_completion=False)
 
+    @app.command(add_help_option=False)
+    @with_flags(EngineConfig)
     def parse(**values: Any) -> EngineConfig:
         config: EngineConfig = config_from(EngineConfig, values)
         return config
 
-    parameters = flags_of(EngineConfig)
-    parse.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    parse.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    app = typer.Typer(add_completion=False)
-    app.command(add_help_option=False)(parse)
     config: EngineConfig = get_command(app).main([str(model), *flags], standalone_mode=False)
     return config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from rollout.bench import report
 from rollout.demo.task import QUESTIONS, prompt_token_ids
-from trainer_bridge.client import RolloutClient, RolloutError
+from trainer_bridge.client import Choice, RolloutClient, RolloutError
 from trainer_bridge.score import replay
 
 REFERENCES = ("float32", "bfloat16", "bfloat16, float32 head")
@@ -24,19 +26,13 @@ RANDOM_PROMPT_LEN = 32
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A prompt, and an answer with the server's logprobs, one a token."""
-
-    prompt: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-
-
-@dataclass(frozen=True)
 class Gap:
-    """|Δ| of logprobs over all tokens, and exp(Σ Δ) of each sequence, the importance ratio of an unchanged policy."""
+    """|Δ| of logprobs over all tokens, in nats, how many of them have other bits (in float32), and the extremes of
+    exp(Σ Δ) over sequences, the importance ratio of an unchanged policy."""
 
     what: str
+    tokens: int
+    differing: int
     mean: float
     p99: float
     max: float
@@ -55,12 +51,47 @@ class Fidelity:
 
 
 def gap(what: str, new: Sequence[Tensor], old: Sequence[Tensor]) -> Gap:
-    """Between two sets of logprobs of the same sequences; a ratio is exp(new - old)."""
+    """Between two sets of logprobs of the same sequences, (T,) each; a ratio is exp(new - old)."""
     differences = [n.double() - o.double() for n, o in zip(new, old, strict=True)]
     every = torch.cat(differences).abs().sort().values
+    bits, other_bits = (torch.cat([x.float() for x in side]).view(torch.int32) for side in (new, old))
     ratios = [math.exp(difference.sum()) for difference in differences]
-    p99 = every[math.ceil(0.99 * len(every)) - 1]
-    return Gap(what, every.mean().item(), p99.item(), every[-1].item(), min(ratios), max(ratios))
+    p99 = every[math.ceil(0.99 * len(every)) - 1].item()
+    differing = int((bits != other_bits).sum())
+    return Gap(what, len(every), differing, every.mean().item(), p99, every[-1].item(), min(ratios), max(ratios))
+
+
+@torch.inference_mode()
+def score(
+    model: PreTrainedModel, prompt: list[int], choices: Sequence[Choice], params: Mapping[str, Any] | None = None
+) -> list[Tensor]:
+    """Float32 logprobs (T,) of each choice's tokens: one forward pass over right-padded rows, without a cache.
+
+    Of the distribution under these sampling parameters and the recorded masks; of the raw one where there are none.
+    """
+    rows = [torch.tensor(prompt + choice.token_ids) for choice in choices]
+    ids = pad_sequence(rows, batch_first=True).to(model.device)
+    mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
+    keep = torch.arange(len(prompt) - 1, ids.shape[1] - 1, device=model.device)
+    attention = mask.long().to(model.device)
+    logits = model(input_ids=ids, attention_mask=attention, use_cache=False, logits_to_keep=keep).logits
+    scored = []
+    for table, choice in zip(logits, choices, strict=True):
+        table = table[: len(choice.token_ids)]
+        if params is None:
+            scored.append(replay.token_logprobs(table, choice.token_ids))
+        else:
+            masks = choice.sampling_mask or [None] * len(choice.token_ids)
+            options: dict[str, Any] = {"sampling_params": params, "prompt_token_ids": prompt, "sampling_mask": masks}
+            scored.append(replay.logprobs(table, choice.token_ids, **options))
+    return scored
+
+
+def served(client: RolloutClient, choice: Choice) -> Tensor:
+    """The server's logprobs (T,) of a choice. Raises ValueError where they are missing."""
+    if choice.logprobs is None or len(choice.logprobs) != len(choice.token_ids):
+        raise ValueError(f"{client.base_url} did not answer with one logprob a token, which the gap is made of")
+    return torch.tensor(choice.logprobs)
 
 
 def prompts(model: Path, count: int, seed: int) -> list[list[int]]:
@@ -72,20 +103,6 @@ def prompts(model: Path, count: int, seed: int) -> list[list[int]]:
     draw = random.Random(seed)
     vocabulary = range(AutoConfig.from_pretrained(model).get_text_config().vocab_size)
     return [draw.choices(vocabulary, k=RANDOM_PROMPT_LEN) for _ in range(count)]
-
-
-def sample(
-    client: RolloutClient, prompts: Sequence[list[int]], params: dict[str, Any], on_answer: Callable[[], None]
-) -> list[Sample]:
-    """One request a prompt, one after another. Raises RolloutError, and ValueError where logprobs are missing."""
-    samples = []
-    for prompt in prompts:
-        for choice in client.generate(prompt, params).choices:
-            if choice.logprobs is None or len(choice.logprobs) != len(choice.token_ids):
-                raise ValueError(f"{client.base_url} did not answer with one logprob a token, which the gap is made of")
-            samples.append(Sample(prompt, choice.token_ids, choice.logprobs))
-        on_answer()
-    return samples
 
 
 def references(model: Path) -> Iterator[tuple[str, PreTrainedModel]]:
@@ -103,14 +120,6 @@ def _widen_head(model: PreTrainedModel) -> None:
     head: nn.Module = copy.deepcopy(model.get_output_embeddings()).float()
     head.register_forward_pre_hook(lambda _, inputs: tuple(x.float() for x in inputs))
     model.set_output_embeddings(head)
-
-
-@torch.inference_mode()
-def score(model: PreTrainedModel, sample: Sample) -> Tensor:
-    """Float32 logprobs (T,) of the answer's tokens: one forward pass over prompt and answer, no cache."""
-    ids = torch.tensor([sample.prompt + sample.token_ids], device=model.device)
-    logits = model(input_ids=ids, use_cache=False, logits_to_keep=len(sample.token_ids) + 1).logits[0, :-1]
-    return replay.token_logprobs(logits, sample.token_ids)
 
 
 def logprobs_mode(client: RolloutClient) -> str:
@@ -140,27 +149,33 @@ def measure(
     """
     mode = logprobs_mode(client)
     params = {"temperature": 1.0, "n": n, "max_tokens": max_tokens, "logprobs": 0, "seed": seed, "ignore_eos": True}
-    samples = sample(client, prompts(model, requests, seed), params, on_answer)
-    served = [torch.tensor(s.logprobs) for s in samples]
+    samples: list[tuple[list[int], Choice]] = []
+    old: list[Tensor] = []
+    for prompt in prompts(model, requests, seed):
+        choices = client.generate(prompt, params).choices
+        samples += [(prompt, choice) for choice in choices]
+        old += [served(client, choice) for choice in choices]
+        on_answer()
     scores: dict[str, list[Tensor]] = {}
     for name, reference in references(model):
         scores[name] = []
-        for one in samples:
-            scores[name].append(score(reference, one))
+        for prompt, choice in samples:
+            scores[name] += score(reference, prompt, [choice])
             on_score()
-    gaps = [gap(f"server – transformers {name}", scores[name], served) for name in REFERENCES]
+    gaps = [gap(f"server – transformers {name}", scores[name], old) for name in REFERENCES]
     exact, *rounded = REFERENCES
     gaps += [gap(f"transformers {name} – {exact}", scores[exact], scores[name]) for name in rounded]
-    return Fidelity(mode, len(samples), sum(len(s.token_ids) for s in samples), gaps)
+    return Fidelity(mode, len(samples), gaps[0].tokens, gaps)
 
 
 def table(fidelity: Fidelity) -> Table:
     """A row for each pair."""
+    rows = [
+        (
+            *(g.what, f"{g.mean:.3g}", f"{g.p99:.3g}", f"{g.max:.3g}"),
+            f"{g.smallest_ratio:.3g}–{g.largest_ratio:.3g}",
+        )
+        for g in fidelity.gaps
+    ]
     title = f"{fidelity.sequences} sequences, {fidelity.tokens} tokens, {fidelity.mode}"
-    table = Table("logprobs", title=title)
-    for column in ("mean |Δ|", "p99", "max", "sequence ratios"):
-        table.add_column(column, justify="right")
-    for g in fidelity.gaps:
-        ratios = f"{g.smallest_ratio:.3g}–{g.largest_ratio:.3g}"
-        table.add_row(g.what, f"{g.mean:.3g}", f"{g.p99:.3g}", f"{g.max:.3g}", ratios)
-    return table
+    return report.table(title, ("logprobs", "mean |Δ|", "p99", "max", "sequence ratios"), rows)

@@ -11,13 +11,12 @@ from pathlib import Path
 import psutil
 from rich.table import Table
 
-from rollout.bench import bare
+from rollout.bench import bare, report
 from rollout.bench.loads import LOADS, Load, Server, inspect
 from rollout.bench.measure import Spread, run_round
-from rollout.bench.process import launch
 from rollout.bench.report import spread
-from rollout.bench.start import START_TIMEOUT_S
 from rollout.engine.engine import Engine
+from rollout.launch import launch
 
 LOAD_NAMES = ("json", "sse")
 
@@ -38,7 +37,7 @@ def measure(
     """Start a server, warm it up, and run both loads on it in turn. Raises what `launch` and `run_round` raise."""
     loads = [LOADS[name] for name in LOAD_NAMES]
     costs: list[list[tuple[float, float, float]]] = [[] for _ in loads]
-    with launch(command, timeout_s=START_TIMEOUT_S) as launched:
+    with launch(command) as launched:
         server, process = inspect(launched.url, None, vocab_size), psutil.Process(launched.pid)
         for number in range(1 + rounds):
             for load, measured in zip(loads, costs, strict=True):
@@ -84,11 +83,8 @@ def bare_engine(model: Path, flags: Sequence[str], rounds: int, seed: int) -> Sp
 
 def table(costs: Sequence[HttpCost], bare: Spread | None) -> Table:
     """CPU microseconds a token by process and form of answer."""
-    table = Table("", title="CPU µs a token at 64 streams: median (min–max)")
-    for column in ("server process", "engine process", "tokens/s"):
-        table.add_column(column, justify="right")
-    for cost in costs:
-        table.add_row(cost.load, spread(cost.server), spread(cost.engine, digits=0), spread(cost.tokens_per_second))
+    rows = [(c.load, spread(c.server), spread(c.engine, digits=0), spread(c.tokens_per_second)) for c in costs]
     if bare is not None:
-        table.add_row("bare engine", "–", spread(bare, digits=0), "–")
-    return table
+        rows.append(("bare engine", "–", spread(bare, digits=0), "–"))
+    columns = ("", "server process", "engine process", "tokens/s")
+    return report.table("CPU µs a token at 64 streams: median (min–max)", columns, rows)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from rich.table import Table
 from torch import nn
 
-from rollout.bench import bare
+from rollout.bench import bare, report
 from rollout.bench.loads import Load
 from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
@@ -171,44 +171,36 @@ def _operators(engine: Engine, load: Load, prompts: Sequence[list[int]], count: 
     return sorted(events, key=lambda event: -event.milliseconds)[:count]
 
 
-def table(profile: Profile, kind: Kind) -> Table:
-    """Milliseconds a step, share and calls of each phase, the largest first."""
-    steps, total = profile.steps[kind], profile.seconds(kind)
-    title = (
-        f"{steps} {kind} steps, {profile.tokens[kind] / steps:.1f} tokens and {total / steps * 1e3:.2f} ms each"
-        if steps
-        else f"no {kind} steps"
-    )
-    table = Table("phase", title=title)
-    for column in ("ms a step", "share", "calls a step"):
-        table.add_column(column, justify="right")
-    for name, phase in sorted(profile.phases[kind].items(), key=lambda item: -item[1].seconds):
-        milliseconds, share = phase.seconds / steps * 1e3, phase.seconds / total
-        table.add_row(name, f"{milliseconds:.2f}", f"{share:.1%}", f"{phase.calls / steps:g}")
-    return table
-
-
-def operators_table(operators: Sequence[Operator]) -> Table:
-    """The operators, in order."""
-    table = Table("operator", title="torch operators, own time over the whole load")
-    for column in ("ms", "calls"):
-        table.add_column(column, justify="right")
-    for operator in operators:
-        table.add_row(operator.name, f"{operator.milliseconds:.1f}", str(operator.calls))
-    return table
+def tables(profile: Profile, operators: Sequence[Operator]) -> list[Table]:
+    """For each kind of step, milliseconds, share and calls of each phase, the largest first; then the operators."""
+    made = []
+    for kind, phases in profile.phases.items():
+        steps, total = profile.steps[kind], profile.seconds(kind)
+        title = f"no {kind} steps"
+        if steps:
+            each = f"{profile.tokens[kind] / steps:.1f} tokens and {total / steps * 1e3:.2f} ms each"
+            title = f"{steps} {kind} steps, {each}"
+        rows = [
+            (name, f"{p.seconds / steps * 1e3:.2f}", f"{p.seconds / total:.1%}", f"{p.calls / steps:g}")
+            for name, p in sorted(phases.items(), key=lambda item: -item[1].seconds)
+        ]
+        made.append(report.table(title, ("phase", "ms a step", "share", "calls a step"), rows))
+    if operators:
+        title = "torch operators, own time over the whole load"
+        slowest = [(operator.name, f"{operator.milliseconds:.1f}", str(operator.calls)) for operator in operators]
+        made.append(report.table(title, ("operator", "ms", "calls"), slowest))
+    return made
 
 
 def as_json(profile: Profile, operators: Sequence[Operator]) -> dict[str, Any]:
     """Both; times in seconds, of all steps of a kind together."""
-    return {
-        "kinds": {
-            kind: {
-                "steps": profile.steps[kind],
-                "tokens": profile.tokens[kind],
-                "seconds": profile.seconds(kind),
-                "phases": {name: asdict(phase) for name, phase in profile.phases[kind].items()},
-            }
-            for kind in profile.phases
-        },
-        "operators": [asdict(operator) for operator in operators],
+    kinds = {
+        kind: {
+            "steps": profile.steps[kind],
+            "tokens": profile.tokens[kind],
+            "seconds": profile.seconds(kind),
+            "phases": phases,
+        }
+        for kind, phases in profile.phases.items()
     }
+    return {"kinds": kinds, "operators": operators}

@@ -6,22 +6,20 @@ own threads compete with both.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
+from rollout.bench import report
 from rollout.config import KVPolicy
 from trainer_bridge.client import RolloutClient
 from trainer_bridge.push.sender import WeightSender
@@ -133,33 +131,21 @@ def measure(
 
 
 def run(
-    url: str,
-    api_key: str | None,
-    model_path: Path,
-    *,
-    streams: int,
-    n: int,
-    prompt_len: int,
-    seconds: float,
-    console: Console,
+    client: RolloutClient, model_path: Path, *, streams: int, n: int, prompt_len: int, seconds: float
 ) -> list[Result]:
-    """Measure under both policies; prints a table, then the same as JSON."""
-    with RolloutClient(url, api_key=api_key) as client:
-        dtype = getattr(torch, client.weight_info()["dtype"])
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
-        draw = random.Random(0)
-        prompts = [draw.choices(range(model.config.vocab_size), k=prompt_len) for _ in range(streams)]
-        with WeightSender.connect(client, model) as sender:
-            sender.push("bench")  # the first one makes the server allocate its second set
-            results = [measure(client, sender, policy, prompts, n, seconds) for policy in POLICIES]
-    console.print(_table(results))
-    console.print_json(data=[dataclasses.asdict(result) for result in results])
-    return results
+    """Measure under both policies. Raises RolloutError, WeightPushError, and RuntimeError where a stream stalls."""
+    dtype = getattr(torch, client.weight_info()["dtype"])
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype)
+    draw = random.Random(0)
+    prompts = [draw.choices(range(model.config.vocab_size), k=prompt_len) for _ in range(streams)]
+    with WeightSender.connect(client, model) as sender:
+        sender.push("bench")  # the first one makes the server allocate its second set
+        return [measure(client, sender, policy, prompts, n, seconds) for policy in POLICIES]
 
 
-def _table(results: list[Result]) -> Table:
-    table = Table("", *(result.kv_policy for result in results), title="A push into open streams")
-    rows: list[tuple[str, Any]] = [
+def table(results: list[Result]) -> Table:
+    """A column for each policy."""
+    rows: list[tuple[str, Callable[[Result], str]]] = [
         ("pushed", lambda r: f"{r.push_bytes / 1e6:.1f} MB in {r.push_seconds:.2f} s"),
         ("commit", lambda r: "?" if r.commit_seconds is None else f"{r.commit_seconds * 1e3:.2f} ms"),
         ("median token gap", lambda r: f"{r.median_gap * 1e3:.1f} ms"),
@@ -170,6 +156,5 @@ def _table(results: list[Result]) -> Table:
         ("throughput during", lambda r: f"{r.throughput_during:.1f} tokens/s"),
         ("during / before", lambda r: f"{r.throughput_during / r.throughput_before:.2f}"),
     ]
-    for name, text in rows:
-        table.add_row(name, *(text(result) for result in results))
-    return table
+    columns = ("", *(result.kv_policy for result in results))
+    return report.table("A push into open streams", columns, [(name, *map(text, results)) for name, text in rows])

@@ -1,10 +1,10 @@
-"""What `rollout bench` shows: a table for people, JSON for programs."""
+"""What `rollout bench` shows: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 from rich.table import Table
 
-from rollout.bench.measure import Comparison, Result, Spread
+from rollout.bench.measure import Comparison, Spread
 
 
 def machine() -> dict[str, Any]:
@@ -44,52 +44,48 @@ def spread(value: Spread | None, scale: float = 1.0, digits: int = 1) -> str:
     return f"{median} ({low}–{high})"
 
 
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], **looks: Any) -> Table:
+    """A table of names (the first column) and figures (the others, flush right). `looks` are rich's."""
+    made = Table(columns[0], title=title, **looks)
+    for column in columns[1:]:
+        made.add_column(column, justify="right", no_wrap="/" in column)
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
 def loads_table(comparisons: Sequence[Comparison]) -> Table:
     """Tokens/s of each load and server, and the first server's ratio to the second."""
     servers = [result.server for result in comparisons[0].results]
-    names = "AB"[: len(servers)] if len(servers) > 1 else [""]
+    names = "AB" if len(servers) > 1 else [""]
     legend = [f"{name} {server.url} {server.version}".strip() for name, server in zip(names, servers, strict=True)]
-    table = Table("load", title="median (min–max)", caption="\n".join(legend))
-    for name in names:
-        table.add_column(f"{name} tokens/s".strip(), justify="right", no_wrap=True)
     streamed = any(result.first_token for comparison in comparisons for result in comparison.results)
-    for name in names if streamed else ():
-        table.add_column(f"{name} first token, ms".strip(), justify="right")
-    if len(servers) > 1:
-        table.add_column("A / B", justify="right", no_wrap=True)
+    columns = ["load", *(f"{name} tokens/s".strip() for name in names)]
+    columns += [f"{name} first token, ms".strip() for name in names if streamed]
+    columns += ["A / B"] * (len(servers) > 1)
+    rows = []
     for comparison in comparisons:
-        results = comparison.results
-        row = [f"[bold]{comparison.load.name}[/]"]
-        row += [spread(result.tokens_per_second) for result in results]
-        if streamed:
-            row += [spread(result.first_token, 1e3, 0) for result in results]
+        row = [f"[bold]{comparison.load.name}[/]", *(spread(r.tokens_per_second) for r in comparison.results)]
+        row += [spread(result.first_token, 1e3, 0) for result in comparison.results if streamed]
         if comparison.ratio is not None:
             row.append(spread(comparison.ratio, digits=2))
-        table.add_row(*row)
-    return table
+        rows.append(row)
+    return table("median (min–max)", columns, rows, caption="\n".join(legend))
 
 
 def loads_json(comparisons: Sequence[Comparison], **settings: Any) -> dict[str, Any]:
     """The same and every round; times in seconds."""
-    return {
-        **settings,
-        "loads": [
+    loads = []
+    for comparison in comparisons:
+        servers = [
             {
-                **asdict(comparison.load),
-                "servers": [_result_json(result) for result in comparison.results],
-                "ratio": None if comparison.ratio is None else asdict(comparison.ratio),
+                **result.server.record,
+                "tokens_per_second": result.tokens_per_second,
+                "all_tokens_per_second": result.all_tokens_per_second,
+                "first_token_seconds": result.first_token,
+                "rounds": result.rounds,
             }
-            for comparison in comparisons
-        ],
-    }
-
-
-def _result_json(result: Result) -> dict[str, Any]:
-    first_token = result.first_token
-    return {
-        **result.server.record,
-        "tokens_per_second": asdict(result.tokens_per_second),
-        "all_tokens_per_second": asdict(result.all_tokens_per_second),
-        "first_token_seconds": None if first_token is None else asdict(first_token),
-        "rounds": [asdict(round) for round in result.rounds],
-    }
+            for result in comparison.results
+        ]
+        loads.append({**asdict(comparison.load), "servers": servers, "ratio": comparison.ratio})
+    return {**settings, "loads": loads}

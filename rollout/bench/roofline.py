@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rollout.bench import report
+
 READ_BYTES = 1 << 30
 SQUARE = 2048
 REPEATS = 7
@@ -100,13 +102,12 @@ def linear_shapes(model: Path) -> tuple[list[tuple[int, int]], tuple[int, int]]:
 
 def table(machine: Machine, roofs: list[StepRoof], dtype: torch.dtype) -> Table:
     """The machine in the title, a row for each size of a step."""
-    table = Table(
-        "rows of a step",
-        title=f"{machine.threads} threads: memory read {machine.read_bytes_per_second / 1e9:.1f} GB/s, "
-        f"{str(dtype).removeprefix('torch.')} product {machine.flops / 1e9:.0f} GFLOP/s",
+    title = (
+        f"{machine.threads} threads: memory read {machine.read_bytes_per_second / 1e9:.1f} GB/s, "
+        f"{str(dtype).removeprefix('torch.')} product {machine.flops / 1e9:.0f} GFLOP/s"
     )
-    for column in ("roof of the linear layers, ms", "F.linear, ms", "roof, tokens/s"):
-        table.add_column(column, justify="right")
-    for r in roofs:
-        table.add_row(str(r.rows), f"{r.roof * 1e3:.2f}", f"{r.measured * 1e3:.2f}", f"{r.tokens_per_second:.0f}")
-    return table
+    columns = ("rows of a step", "roof of the linear layers, ms", "F.linear, ms", "roof, tokens/s")
+    rows = [
+        (str(r.rows), f"{r.roof * 1e3:.2f}", f"{r.measured * 1e3:.2f}", f"{r.tokens_per_second:.0f}") for r in roofs
+    ]
+    return report.table(title, columns, rows)

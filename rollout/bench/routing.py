@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from rollout.bench import report
 from rollout.bench.loads import Load
 from rollout.bench.measure import Spread
 from rollout.bench.report import spread
@@ -29,47 +29,19 @@ class RoutingCost:
 
     ranks: int
     per_request: Spread
-    per_token: Spread | None
+    per_token: Spread
     per_output_token: float
 
 
 def measure(call: Callable[[Any], object], items: Sequence[Any], rounds: int) -> Spread:
     """CPU microseconds of this thread for `call(item)`, over all items in order; a first round warms up."""
     costs = []
-    for number in range(1 + rounds):
+    for _ in range(1 + rounds):
         began = time.thread_time()
         for item in items:
             call(item)
-        if number:
-            costs.append((time.thread_time() - began) / len(items) * 1e6)
-    return Spread.of(costs)
-
-
-def routing_cost(
-    choose: Callable[[list[int]], int],
-    prompts: Sequence[list[int]],
-    *,
-    ranks: int,
-    tokens_per_request: int,
-    took_token: Callable[[int], object] | None = None,
-    rounds: int = 5,
-) -> RoutingCost:
-    """What `choose(prompt)` (the rank of a request) and `took_token(rank)` (one of its tokens came) cost.
-
-    `tokens_per_request`: of all of a request's answers. `choose` keeps its own account of open work: give it a router
-    that ends a request for each that it takes, or every round will find it fuller. Raises ValueError for a rank that
-    there is not.
-    """
-    wrong = [rank for rank in map(choose, prompts) if not 0 <= rank < ranks]
-    if wrong:
-        raise ValueError(f"the router chose rank {wrong[0]}, but there are {ranks}")
-    per_request, per_token = measure(choose, prompts, rounds), None
-    total = per_request.median / tokens_per_request
-    if took_token is not None:
-        tokens = list(itertools.islice(itertools.cycle(range(ranks)), len(prompts) * tokens_per_request))
-        per_token = measure(took_token, tokens, rounds)
-        total += per_token.median
-    return RoutingCost(ranks, per_request, per_token, total)
+        costs.append((time.thread_time() - began) / len(items) * 1e6)
+    return Spread.of(costs[1:])
 
 
 def fleet_cost(load: Load, ranks: int, seed: int, vocab_size: int, rounds: int) -> RoutingCost:
@@ -85,19 +57,19 @@ def fleet_cost(load: Load, ranks: int, seed: int, vocab_size: int, rounds: int) 
     def choose(prompt: list[int]) -> int:
         return fleet.choose(AddRequest(request_id="", prompt_token_ids=prompt, sampling_params=params)).rank
 
-    def take(rank: int) -> None:
+    def account(rank: int) -> None:
         fleet.ranks[rank].work -= streams[rank].put(token)
 
     prompts, tokens = load.prompts(seed, 0, vocab_size), load.n * load.max_tokens
-    return routing_cost(choose, prompts, ranks=ranks, tokens_per_request=tokens, took_token=take, rounds=rounds)
+    per_request = measure(choose, prompts, rounds)
+    per_token = measure(account, [number % ranks for number in range(len(prompts) * tokens)], rounds)
+    return RoutingCost(ranks, per_request, per_token, per_request.median / tokens + per_token.median)
 
 
 def table(costs: Sequence[RoutingCost]) -> Table:
     """A row for each number of ranks."""
-    table = Table("ranks", title="CPU µs of routing: median (min–max)")
-    for column in ("a request", "a token", "both, a token of the answers"):
-        table.add_column(column, justify="right")
-    for cost in costs:
-        row = (spread(cost.per_request), spread(cost.per_token, digits=2), f"{cost.per_output_token:.2f}")
-        table.add_row(str(cost.ranks), *row)
-    return table
+    rows = [
+        (str(c.ranks), spread(c.per_request), spread(c.per_token, digits=2), f"{c.per_output_token:.2f}") for c in costs
+    ]
+    columns = ("ranks", "a request", "a token", "both, a token of the answers")
+    return report.table("CPU µs of routing: median (min–max)", columns, rows)

@@ -10,8 +10,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from rollout.bench.fleet import Fleet
-from rollout.bench.loop import Loop, Totals
+from rollout.bench.fleet_model import FleetModel
+from rollout.bench.simulation import Loop, Totals
 
 DEFAULT_ENGINES = (8, 16, 32, 64, 128, 256, 512, 1024)
 WALLS = ("engines", "lag", "ingress", "trainer", "broadcast")
@@ -43,7 +43,7 @@ class Result:
     totals: Totals
 
 
-def simulate(fleet: Fleet, engines: int, *, steps: int, seed: int) -> Result:
+def simulate(fleet: FleetModel, engines: int, *, steps: int, seed: int) -> Result:
     """Run to a steady state (as many pushes as the lag allows, and three), then measure `steps` steps.
 
     Raises ValueError for fewer than one engine or step, and where engines fail too often for a push to get through.
@@ -137,7 +137,7 @@ def remedies(results: Sequence[Result]) -> list[str]:
     return [f"{wall}: {REMEDIES[wall]}" for wall in dict.fromkeys(result.wall for result in results)]
 
 
-def as_json(fleet: Fleet, results: Sequence[Result], **settings: Any) -> dict[str, Any]:
+def as_json(fleet: FleetModel, results: Sequence[Result], **settings: Any) -> dict[str, Any]:
     """Every assumption and every figure; a wall that there is not is null."""
     figures = [asdict(result) for result in results]
     for row in figures:

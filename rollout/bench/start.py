@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
+from rollout.bench import report
 from rollout.bench.measure import Spread
-from rollout.bench.process import launch
-from rollout.bench.report import spread
+from rollout.launch import START_TIMEOUT_S, launch
 from trainer_bridge.client import RolloutClient
-
-START_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -25,29 +23,19 @@ class Start:
 
 
 def measure(command: Sequence[str], runs: int, on_run: Callable[[], None] = lambda: None) -> list[Start]:
-    """Start and stop the server once to warm the disk, then `runs` times.
-
-    Raises RuntimeError, with what it printed, where it doesn't start.
-    """
+    """Start and stop the server once to warm the disk, then `runs` times. Raises RuntimeError as `launch` does."""
     starts = []
-    for number in range(1 + runs):
-        with (
-            launch(command, timeout_s=START_TIMEOUT_S) as server,
-            RolloutClient(server.url, timeout_s=START_TIMEOUT_S) as client,
-        ):
+    for _ in range(1 + runs):
+        with launch(command) as server, RolloutClient(server.url, timeout_s=START_TIMEOUT_S) as client:
             healthy = time.perf_counter()
             client.generate([1], {"max_tokens": 1})
-            first_token = time.perf_counter()
-            if number:
-                starts.append(Start(healthy - server.began, first_token - server.began))
+            starts.append(Start(healthy - server.began, time.perf_counter() - server.began))
         on_run()
-    return starts
+    return starts[1:]
 
 
 def table(starts: Sequence[Start]) -> Table:
     """Median and extremes of both times."""
-    table = Table("seconds from exec to", title=f"{len(starts)} starts")
-    table.add_column("median (min–max)", justify="right")
-    table.add_row("/health", spread(Spread.of([start.healthy for start in starts]), digits=2))
-    table.add_row("the first token", spread(Spread.of([start.first_token for start in starts]), digits=2))
-    return table
+    times = {"/health": [start.healthy for start in starts], "the first token": [start.first_token for start in starts]}
+    rows = [(name, report.spread(Spread.of(seconds), digits=2)) for name, seconds in times.items()]
+    return report.table(f"{len(starts)} starts", ("seconds from exec to", "median (min–max)"), rows)

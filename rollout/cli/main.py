@@ -1,64 +1,89 @@
-"""The command line: `rollout serve | bench | demo | verify | replay`. The flags of `serve` are
-the fields of the two configurations.
+"""The command line: `rollout serve | bench | demo | verify | replay`. The flags of `serve` are the fields of the two
+configurations.
 
 Imported again by the engine process as it starts, so it imports nothing slow.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-from collections.abc import Callable
-from typing import Any
+import importlib
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
+from rollout import __version__
+from rollout.cli.preflight import check_model, read_config_file
 from rollout.config import EngineConfig, ServerConfig
-from rollout.flags import config_from, flags_of
+from rollout.flags import config_from, with_flags
 
 # Commands that live in modules of their own, imported only when the command line is used.
-COMMANDS = {
-    "bench": "rollout.cli.bench",
-    "demo": "rollout.cli.demo",
-    "verify": "rollout.cli.verify",
-    "replay": "rollout.cli.replay",
-}
+COMMANDS = ("bench", "demo", "verify", "replay")
 
 app = typer.Typer(
     name="rollout",
     help="The generation backend for reinforcement learning of language models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # click's own help cuts no name of a flag, however narrow the terminal
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rollout {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
-    pass  # makes `serve` a subcommand, also while it is the only one
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
-def _with_flags(*configs: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        parameters = flags_of(*configs)
-        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return function
-
-    return decorate
+def _use_config_file(context: typer.Context, file: Path | None) -> Path | None:
+    if file is not None:
+        known = {parameter.name for parameter in context.command.params}
+        try:
+            context.default_map = read_config_file(file, known)
+        except (OSError, ValueError) as error:
+            raise typer.BadParameter(str(error)) from None
+    return file
 
 
 @app.command()
-@_with_flags(EngineConfig, ServerConfig)
-def serve(**values: Any) -> None:
-    """Serve MODEL over HTTP until SIGTERM or Ctrl-C."""
+@with_flags(EngineConfig, ServerConfig, envvar_prefix="ROLLOUT_")
+def serve(
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            is_eager=True,
+            callback=_use_config_file,
+            help="Read flags from this YAML file, as `max-num-seqs: 64`. The environment and the command line win.",
+        ),
+    ] = None,
+    **values: Any,
+) -> None:
+    """Serve MODEL over HTTP until SIGTERM or Ctrl-C.
+
+    Each flag but --api-key may also be set by an environment variable: --max-num-seqs by ROLLOUT_MAX_NUM_SEQS.
+    """
     engine_config, server_config = config_from(EngineConfig, values), config_from(ServerConfig, values)
+    try:
+        check_model(engine_config)
+    except ValueError as error:
+        typer.echo(f"rollout: {error}", err=True)
+        raise typer.Exit(1) from None
     if server_config.data_parallel_backend == "ray":
         try:
             from rollout.server.ray import serve as run
         except ImportError as error:
             raise typer.BadParameter(
-                f"{error}: pip install 'rollout-engine[ray]'", param_hint="--data-parallel-backend"
+                f"{error}: install the extra `ray` of this package", param_hint="--data-parallel-backend"
             ) from None
     else:
         from rollout.server.main import serve as run
@@ -68,11 +93,10 @@ def serve(**values: Any) -> None:
 
 def main() -> None:
     """The entry point of the `rollout` script."""
-    for name, module in COMMANDS.items():
-        if importlib.util.find_spec(module):
-            command = getattr(importlib.import_module(module), name)
-            if isinstance(command, typer.Typer):
-                app.add_typer(command, name=name)
-            else:
-                app.command(name)(command)
+    for name in COMMANDS:
+        command = getattr(importlib.import_module(f"rollout.cli.{name}"), name)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
     app()

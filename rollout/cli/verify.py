@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import random
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedModel
 
+    from rollout.bench.fidelity import Gap
     from trainer_bridge.client import Generation, RolloutClient
 
 PROMPT_LENGTHS = (1, 9, 40, 140, 300)
@@ -41,16 +40,6 @@ class VerifyError(Exception):
     """What was asked can't be verified; the message says why and what to do."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """How many sampled tokens were scored again, how many logprobs have other bits, and by how much (nats)."""
-
-    tokens: int
-    differing: int
-    largest_gap: float
-    mean_gap: float
-
-
 def verify(
     url: UrlOption,
     model: ModelOption,
@@ -71,24 +60,24 @@ def verify(
             info = client.weight_info()
             trainer = load(client, model, dtype or info.get("dtype"))
             answers = sample(client, info, requests, max_tokens, seed)
-            report = compare(trainer, answers, info)
-    except (RolloutError, VerifyError) as error:
+            found = compare(trainer, client, answers, info)
+    except (RolloutError, VerifyError, ValueError) as error:
         typer.echo(f"can't verify: {error}", err=True)
         raise typer.Exit(2) from None
     exact = bool(info.get("batch_invariant"))
     typer.echo(
-        f"{report.tokens} sampled tokens scored again: {report.differing} differing logprobs, largest |Δ| "
-        f"{report.largest_gap:.3g}, mean |Δ| {report.mean_gap:.3g}"
+        f"{found.tokens} sampled tokens scored again: {found.differing} differing logprobs, largest |Δ| "
+        f"{found.max:.3g}, mean |Δ| {found.mean:.3g}"
     )
     if not exact:
         typer.echo(
             "The server doesn't state batch_invariant: this gap is to be expected. Serve with --batch-invariant."
         )
-    elif report.differing:
+    elif found.differing:
         typer.echo(
             "The server states batch_invariant, yet bits differ: is this the same kind of CPU or GPU, and torch?"
         )
-    raise typer.Exit(int(report.differing > 0))
+    raise typer.Exit(int(found.differing > 0))
 
 
 def load(client: RolloutClient, path: str, dtype: str | None) -> PreTrainedModel:
@@ -138,42 +127,20 @@ def sample(
     return [(params, answer) for (_, params), answer in zip(posts, answers, strict=True)]
 
 
-def compare(model: PreTrainedModel, answers: list[tuple[dict[str, Any], Generation]], info: dict[str, Any]) -> Report:
-    """Score the answers' tokens by the trainer's model, a request at a time, and compare."""
-    import torch
+def compare(
+    model: PreTrainedModel,
+    client: RolloutClient,
+    answers: list[tuple[dict[str, Any], Generation]],
+    info: dict[str, Any],
+) -> Gap:
+    """The gap between the server's logprobs and the trainer's, over all tokens."""
+    from rollout.bench.fidelity import gap, score, served
 
-    old = torch.tensor([value for _, answer in answers for c in answer.choices for value in c.logprobs or ()])
     raw = info.get("logprobs_mode", "raw_logprobs") == "raw_logprobs"
-    with torch.inference_mode():
-        new = torch.cat([_scored(model, params, answer, raw=raw) for params, answer in answers])
-    differing = old.view(torch.int32) != new.view(torch.int32)
-    gap = (old - new).abs()
-    return Report(len(old), int(differing.sum()), float(gap.max()), float(gap.mean()))
-
-
-def _scored(model: PreTrainedModel, params: dict[str, Any], answer: Generation, *, raw: bool) -> Tensor:
-    """Float32 logprobs of all the answer's tokens, from one forward pass over right-padded rows."""
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-
-    from trainer_bridge.score import replay
-
-    prompt, choices = answer.prompt_token_ids, answer.choices
-    rows = [torch.tensor(prompt + choice.token_ids) for choice in choices]
-    ids = pad_sequence(rows, batch_first=True)
-    mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-    keep = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
-    logits = model(input_ids=ids, attention_mask=mask.long(), logits_to_keep=keep).logits
-    scored = []
-    for table, choice in zip(logits, choices, strict=True):
-        table = table[: len(choice.token_ids)]
-        if raw:
-            scored.append(replay.token_logprobs(table, choice.token_ids))
-        else:
-            masks = choice.sampling_mask or [None] * len(choice.token_ids)
-            scored.append(
-                replay.logprobs(
-                    table, choice.token_ids, sampling_params=params, sampling_mask=masks, prompt_token_ids=prompt
-                )
-            )
-    return torch.cat(scored)
+    old = [served(client, choice) for _, answer in answers for choice in answer.choices]
+    new = [
+        scored
+        for params, answer in answers
+        for scored in score(model, answer.prompt_token_ids, answer.choices, None if raw else params)
+    ]
+    return gap("server – trainer", new, old)

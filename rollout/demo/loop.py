@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -15,11 +14,12 @@ import torch
 import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from rollout.demo import task
-from rollout.demo.report import PANELS, Step, coloured, history, most_versions, summary
-from rollout.demo.trainer import Trainer
+from rollout.demo.report import PANELS, Step, coloured, conclusion, history, most_versions, summary
+from rollout.demo.trainer import GRPO
 from rollout.launch import serve
 from trainer_bridge import RolloutClient, WeightSender
 from trainer_bridge.client import Choice
@@ -27,6 +27,8 @@ from trainer_bridge.integrations.wandb import WandbLogger
 from trainer_bridge.loop import dashboard, metrics, records
 from trainer_bridge.loop.sampler import RolloutSampler
 from trainer_bridge.rollouts import Prompt, RolloutGroup
+from trainer_bridge.score import exact, replay
+from trainer_bridge.score.groups import current_gap
 
 SAMPLING_PARAMS = {"temperature": 1.0, "max_tokens": 24, "logprobs": 0}
 GROUP_SIZE = 8
@@ -56,27 +58,33 @@ def run(model: Path, output: Path, *, steps: int, seed: int, console: Console) -
         f"Starting a server (its log: {output / 'server.log'}) and loading the trainer's copy of the model ..."
     )
     with serve(model, output / "server.log", *_server_flags(server_threads)) as url, RolloutClient(url) as client:
-        trainer = Trainer(model, learning_rate=LEARNING_RATE)
+        policy: PreTrainedModel = exact.install(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval())
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        trainer = GRPO(policy, optimizer, max_lag=MAX_STALENESS, lag_decay=1.0)
         run_log = _RunLog(model, output, tokenizer, client, {"seed": seed, "steps": steps, **SETTINGS})
         sampler = _sampler(url, tokenizer, seed)
-        with WeightSender.connect(client, trainer.model) as sender, sampler, _progress(console) as progress:
+        with WeightSender.connect(client, policy) as sender, sampler, _progress(console) as progress:
             bar = progress.add_task("training", total=steps, says="the first rollouts are on their way")
             began = time.monotonic()
-            epoch = client.weight_info()["epoch"]
+            lags = Lags(client.weight_info()["epoch"])
             for number in range(1, steps + 1):
-                fresh = functools.partial(_is_fresh, oldest_epoch=epoch - MAX_STALENESS)
-                groups = sampler.take_groups(GROUPS_PER_STEP, usable=fresh, timeout_s=TAKE_TIMEOUT_S)
-                train_began = time.monotonic()
-                stats = trainer.step(groups, epoch, sampler.newest)
+                groups = sampler.take_groups(GROUPS_PER_STEP, usable=lags.are_usable, timeout_s=TAKE_TIMEOUT_S)
+                train_began, of_groups = time.monotonic(), [lags.of(group) for group in groups]
+                found = trainer.step(groups, of_groups, lambda: current_gap(policy, sampler.newest(), lags.of))
                 train_seconds = time.monotonic() - train_began
                 push = sender.push(version=f"step-{number}")
-                epoch = push.epoch
-                step = Step(push.version, stats, train_seconds, push.seconds, push.bytes)
+                lags.epoch = push.epoch
+                step = Step(push.version, found, torch.cat(of_groups), train_seconds, push.seconds, push.bytes)
                 run_log.add(step, groups)
-                progress.update(bar, advance=1, says=_says(step))
-            numbers = summary(run_log.steps, sampler.stats, time.monotonic() - began)
+                progress.update(bar, advance=1, says=str(step))
+                if not console.is_terminal:  # where there is no bar
+                    console.print(f"step {number} of {steps}, {time.monotonic() - began:.0f} s: {step}", soft_wrap=True)
+            numbers = summary(run_log.steps, sampler.stats, time.monotonic() - began, lags.too_old)
     run_log.finish(numbers)
-    _show(numbers, run_log.groups, tokenizer, output, console)
+    console.print(conclusion(numbers, MAX_STALENESS, output), soft_wrap=True)
+    group, choice = most_versions(run_log.groups)
+    console.print(f"\n{group.prompt.task} One answer, coloured by the weights that sampled it:")
+    console.print(coloured(tokenizer, choice))
     return numbers
 
 
@@ -97,8 +105,23 @@ def _sampler(url: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> Rollout
     )
 
 
-def _is_fresh(group: RolloutGroup, *, oldest_epoch: int) -> bool:
-    return all((span.epoch or 0) >= oldest_epoch for choice in group.choices for span in choice.spans)
+class Lags:
+    """How many commits tokens are behind the weights of `epoch`, and how many groups were `too_old` to be used."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch, self.too_old = epoch, 0
+
+    def of(self, group: RolloutGroup) -> Tensor:
+        """Of all the group's tokens, (T,) float32, one answer after the other."""
+        lags = [lag for c in group.choices for lag in replay.staleness(c.spans, len(c.token_ids), self.epoch)]
+        return torch.tensor(lags, dtype=torch.float32)
+
+    def are_usable(self, group: RolloutGroup) -> bool:
+        """Whether no token is more than MAX_STALENESS commits old. The sampler asks once, and drops what isn't."""
+        oldest = self.epoch - MAX_STALENESS
+        usable = all((span.epoch or 0) >= oldest for choice in group.choices for span in choice.spans)
+        self.too_old += not usable
+        return usable
 
 
 class _RunLog:
@@ -127,7 +150,7 @@ class _RunLog:
             item = records.record(prompt, group.sampling_params, group.choices, model=self._model, info=self._info)
             records.append(self._output / "rollouts.jsonl", item)
         found = history(self.steps)[-1] | metrics.of_server(self._client)
-        self._wandb.log(found, lags=step.train.lags, groups=groups, decode=self._decode)
+        self._wandb.log(found, lags=step.lags, groups=groups, decode=self._decode)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids)))
@@ -150,28 +173,3 @@ def _server_flags(threads: int) -> list[str]:
 def _progress(console: Console) -> Progress:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[says]}"))
     return Progress(*columns, console=console)
-
-
-def _says(step: Step) -> str:
-    return (
-        f"reward {step['reward/mean']:.2f}  staleness {step['staleness/mean']:.1f}  gap {step['gap/mean']:.3f}  "
-        f"push {step.push_seconds:.1f} s"
-    )
-
-
-def _show(
-    numbers: dict[str, Any],
-    trained: list[RolloutGroup],
-    tokenizer: PreTrainedTokenizerBase,
-    output: Path,
-    console: Console,
-) -> None:
-    console.print(
-        f"Mean reward went from {numbers['reward_first']:.2f} (first quarter of the steps) to "
-        f"{numbers['reward_last']:.2f} (last quarter); {numbers['weight_pushes']} pushes without a pause, crossed by "
-        f"{numbers['requests_with_two_versions']} of {numbers['requests']} requests; the longest wait between two "
-        f"tokens was {numbers['longest_token_gap_seconds']:.1f} s. See {output / 'reward.png'}."
-    )
-    group, choice = most_versions(trained)
-    console.print(f"\n{group.prompt.task} One answer, coloured by the weights that sampled it:")
-    console.print(coloured(tokenizer, choice))

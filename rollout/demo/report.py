@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.text import Text
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from rollout.demo.trainer import TrainStats
 from trainer_bridge.client import Choice
 from trainer_bridge.loop.dashboard import STEP, Panel
 from trainer_bridge.loop.sampler import SamplerStats
@@ -25,21 +26,31 @@ COLOURS = ("cyan", "yellow", "magenta", "green", "blue", "red")
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the demo: what training said, and how long the push of its weights took."""
+    """One step: its metrics (`trainer_bridge.loop.metrics`), the lags (T,) of its tokens, and how long it all took."""
 
     version: str
-    train: TrainStats
+    metrics: dict[str, float]
+    lags: Tensor
     train_seconds: float
     push_seconds: float
     push_bytes: int
 
     def __getitem__(self, name: str) -> float:
         """A metric of its training."""
-        return self.train.metrics[name]
+        return self.metrics[name]
+
+    def __str__(self) -> str:
+        """One line for the terminal."""
+        learns = "no signal: all rewards of each group are the same" if self["reward/no_signal"] == 1 else ""
+        return (
+            f"reward {self['reward/mean']:.2f}  staleness {self['staleness/mean']:.1f}  gap {self['gap/mean']:.3f}  "
+            f"push {self.push_seconds:.1f} s  {learns}".rstrip()
+        )
 
 
-def summary(steps: Sequence[Step], sampled: SamplerStats, seconds: float) -> dict[str, Any]:
-    """The numbers of summary.json. `seconds` is the time from the first request to the end of the last push."""
+def summary(steps: Sequence[Step], sampled: SamplerStats, seconds: float, too_old: int = 0) -> dict[str, Any]:
+    """The numbers of summary.json. `seconds` is the time from the first request to the end of the last push, `too_old`
+    how many of the dropped groups were."""
     rewards = [step["reward/mean"] for step in steps]
     quarter = max(1, len(steps) // 4)
     return {
@@ -52,12 +63,14 @@ def summary(steps: Sequence[Step], sampled: SamplerStats, seconds: float) -> dic
         "longest_token_gap_seconds": sampled.longest_token_gap_s,
         "logprob_gap": _mean([step["gap/mean"] for step in steps]),
         "current_logprob_gap": max(
-            (step["gap/current_max"] for step in steps if "gap/current_max" in step.train.metrics), default=None
+            (step["gap/current_max"] for step in steps if "gap/current_max" in step.metrics), default=None
         ),
         "staleness": _mean([step["staleness/mean"] for step in steps]),
         "requests": sampled.requests,
         "dropped_groups": sampled.dropped_groups,
-        "trained_tokens": sum(len(step.train.lags) for step in steps),
+        "dropped_as_too_old": too_old,
+        "steps_without_signal": sum(step["reward/no_signal"] == 1 for step in steps),
+        "trained_tokens": sum(len(step.lags) for step in steps),
         "seconds": seconds,
     }
 
@@ -69,7 +82,7 @@ def _mean(values: Sequence[float]) -> float:
 def history(steps: Sequence[Step]) -> list[dict[str, float]]:
     """The steps as the dashboard wants them."""
     return [
-        step.train.metrics
+        step.metrics
         | {
             STEP: number,
             "speed/train_s": step.train_seconds,
@@ -78,6 +91,32 @@ def history(steps: Sequence[Step]) -> list[dict[str, float]]:
         }
         for number, step in enumerate(steps, start=1)
     ]
+
+
+def conclusion(numbers: dict[str, Any], max_staleness: int, output: Path) -> str:
+    """What the summary's numbers say, where the files are, and what to look at first."""
+    lines = [
+        f"Mean reward went from {numbers['reward_first']:.2f} (first quarter of the steps) to "
+        f"{numbers['reward_last']:.2f} (last quarter); {numbers['weight_pushes']} pushes without a pause, crossed by "
+        f"{numbers['requests_with_two_versions']} of {numbers['requests']} requests; the longest wait between two "
+        f"tokens was {numbers['longest_token_gap_seconds']:.1f} s."
+    ]
+    if numbers["dropped_groups"]:
+        too_old = numbers["dropped_as_too_old"]
+        lines.append(
+            f"{numbers['dropped_groups']} groups were sampled and not trained on: {too_old} had a token that was more "
+            f"than {max_staleness} pushes old, {numbers['dropped_groups'] - too_old} made room for newer ones."
+        )
+    if numbers["steps_without_signal"]:
+        lines.append(
+            f"{numbers['steps_without_signal']} of {numbers['weight_pushes']} steps had no signal: all rewards of each "
+            "group were the same, so their advantages were 0."
+        )
+    lines.append(
+        f"Look at {output / 'reward.png'} first; {output / 'summary.json'} has these numbers, and `rollout replay "
+        f"{output / 'rollouts.jsonl'}` samples what was trained on again. The server's log: {output / 'server.log'}."
+    )
+    return "\n".join(lines)
 
 
 def most_versions(groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, Choice]:

@@ -1,77 +1,79 @@
-"""Asynchronous GRPO on one model: what each step does with a batch of groups.
-
-Group-relative advantages are those of GRPO, the loss is a mean over tokens with a wider upper clip and no KL term
-(docs/training.md has the formulas and their sources). π_old is never recomputed: it is what the server says it sampled
-from, token by token, whichever weights those were, so the ratio corrects for staleness too; it is truncated, since the
-clip alone doesn't bound it for answers that are worse than their group's mean.
-"""
+"""Asynchronous GRPO on one model: what each step does with a batch of groups. docs/training.md has the formulas."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from trainer_bridge.loop import metrics
 from trainer_bridge.rollouts import RolloutGroup
-from trainer_bridge.score import exact, replay
-from trainer_bridge.score.groups import current_gap, score_group
-from trainer_bridge.score.losses import clipped_surrogate, token_advantages
+from trainer_bridge.score import losses
+from trainer_bridge.score.groups import score_group
 
-CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-RATIO_CAP = 4.0
+CLIP_LOW, CLIP_HIGH, RATIO_CAP = 0.2, 0.28, 4.0
 MAX_GRAD_NORM = 1.0
 
 
-@dataclass(frozen=True)
-class TrainStats:
-    """One step: its metrics (`trainer_bridge.loop.metrics`), and the lag of each of its tokens, (T,) float32."""
+class GRPO:
+    """RolloutGroup-relative advantages, the clipped surrogate as a mean over tokens, no KL term.
 
-    metrics: dict[str, float]
-    lags: Tensor
+    π_old is what the server says it sampled from, token by token, whichever weights those were; a token's loss counts
+    lag_decay ** lag, and nothing beyond max_lag. The ratio is truncated, since the clip alone doesn't bound it for
+    answers that are worse than their group's mean.
+    """
 
+    def __init__(
+        self, policy: PreTrainedModel, optimizer: torch.optim.Optimizer, *, max_lag: int, lag_decay: float
+    ) -> None:
+        self.policy = policy
+        self._optimizer = optimizer
+        self._max_lag, self._lag_decay = max_lag, lag_decay
 
-class Trainer:
-    """The policy in float32 on the CPU, with the server's bits in its forward pass, and its optimizer."""
+    def step(
+        self, groups: Sequence[RolloutGroup], lags: Sequence[Tensor], current_gap: Callable[[], float | None]
+    ) -> dict[str, float]:
+        """One optimizer step; a forward and a backward pass for each group. Returns its metrics.
 
-    def __init__(self, model: Path, *, learning_rate: float) -> None:
-        self.model: PreTrainedModel = exact.install(
-            AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-        )
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-        )
-
-    def step(self, groups: Sequence[RolloutGroup], epoch: int, newest: Callable[[], RolloutGroup | None]) -> TrainStats:
-        """Train once on `groups`; `epoch` is the weight epoch that the server has of the policy as it is now, `newest`
-        gives what the server finished last: the gap of its tokens is measured just before the update."""
+        `lags` (T,) say of each group's tokens how many commits they are behind; `current_gap` is called just before the
+        update, and gives a metric of the weights as they were published.
+        """
         total = sum(group.tokens for group in groups)
         seen: list[tuple[Tensor, ...]] = []
-        for group in groups:
+        loss_sum = held = 0.0
+        for group, lag in zip(groups, lags, strict=True):
+            scores = score_group(self.policy, group)
             old = torch.tensor(group.logprobs)
-            advantages = token_advantages(group.rewards, group.lengths)
-            scores = score_group(self.model, group)
-            loss = clipped_surrogate(
+            advantages = losses.token_advantages(group.rewards, group.lengths)
+            weights = losses.lag_weights(lag, max_lag=self._max_lag, decay=self._lag_decay)
+            surrogate = losses.clipped_surrogate(
                 scores.logprobs, old, advantages, low=CLIP_LOW, high=CLIP_HIGH, cap=RATIO_CAP
-            ).sum()
-            (loss / total).backward()
-            seen.append((scores.logprobs.detach(), old, scores.entropies, _lags(group, epoch)))
-        gap = current_gap(self.model, newest(), functools.partial(_lags, epoch=epoch))
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+            )
+            loss = (weights * surrogate).sum() / total
+            loss.backward()
+            new = scores.logprobs.detach()
+            seen.append((new, old, scores.entropies, lag))
+            loss_sum += float(loss.detach())
+            held += float(losses.clipped(new, old, advantages, low=CLIP_LOW, high=CLIP_HIGH).sum())
+        gap = current_gap()
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), MAX_GRAD_NORM)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        new, old, entropies, lags = (torch.cat(column) for column in zip(*seen, strict=True))
-        found = metrics.of_rollouts(groups) | metrics.of_tokens(
-            new, old, entropies, lags, cap=RATIO_CAP, current_gap=gap
-        )
-        return TrainStats(found | {"policy/grad_norm": float(norm)}, lags)
+        tokens = [torch.cat(column) for column in zip(*seen, strict=True)]
+        return metrics.of_tokens(*tokens, cap=RATIO_CAP, current_gap=gap) | {
+            "policy/loss": loss_sum,
+            "policy/grad_norm": float(norm),
+            "policy/clipped_share": held / total,
+        }
 
+    def state_dict(self) -> dict[str, Any]:
+        """Policy and optimizer."""
+        return {"policy": self.policy.state_dict(), "optimizer": self._optimizer.state_dict()}
 
-def _lags(group: RolloutGroup, epoch: int) -> Tensor:
-    lags = [lag for c in group.choices for lag in replay.staleness(c.spans, len(c.token_ids), epoch)]
-    return torch.tensor(lags, dtype=torch.float32)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """What `state_dict` gave."""
+        self.policy.load_state_dict(state["policy"])
+        self._optimizer.load_state_dict(state["optimizer"])

@@ -55,7 +55,12 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
     try:
         inbox = context.socket(zmq.PULL)
         inbox.connect(to_engine)
-        EngineProcess(config, inbox, outbox, partial(_end, context, from_engine)).serve()
+        try:
+            engine = EngineProcess(config, inbox, outbox, partial(_end, context, from_engine))
+        except ValueError as error:  # what was asked for can't be served: the message says so, a traceback wouldn't
+            outbox.send(_encode(EngineDied(str(error))))
+            return
+        engine.serve()
     except Exception as error:
         logger.exception("the engine ends")
         outbox.send(_encode(EngineDied(f"{type(error).__name__}: {error}")))

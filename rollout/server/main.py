@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # How long answers in flight may take to be written once their requests have been aborted.
 _GRACE_S = 4
+# Connections that wait to be accepted.
+_BACKLOG = 2048
 
 
 def serve(engine_config: EngineConfig, config: ServerConfig, *, target: EngineTarget = run_engine) -> int:
@@ -51,11 +53,13 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, target: EngineTa
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises OSError or OverflowError where the address or the port can't be had."""
+    """A socket that listens: from here on, no other server gets this port. Who connects while the engine loads is
+    answered once it has. Raises OSError or OverflowError where the address or the port can't be had."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen(_BACKLOG)
     except BaseException:
         listener.close()
         raise

@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 from rollout.bench import bare
 from rollout.bench.http_cost import bare_engine
 from rollout.bench.loads import LOADS, Load
-from rollout.bench.process import launch, split_command
 from rollout.bench.profile import StepTimer, measure
 from rollout.bench.roofline import Machine, steps
 from rollout.bench.start import measure as measure_starts
 from rollout.cli.bench import bench
 from rollout.engine.engine import Engine
+from rollout.launch import launch, split_command
 from tests.support import foreign_server, tiny_models
 
 LOAD = Load("tiny", "", 3, 2, 5, 20, 6)

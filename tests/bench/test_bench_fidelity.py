@@ -40,6 +40,9 @@ def test_a_gap_against_numpy() -> None:
     assert found.mean == pytest.approx(every.mean())
     assert found.p99 == pytest.approx(np.quantile(every, 0.99, method="inverted_cdf"))
     assert found.max == pytest.approx(every.max())
+    assert (found.tokens, found.differing) == (243, 243)
+    same = gap("it", [torch.tensor([0.1, 0.2, -3.0])], [torch.tensor([0.1, 0.2, -3.0000002])])
+    assert (same.tokens, same.differing) == (3, 1)
     ratios = [np.exp(n.sum() - o.sum()) for n, o in zip(new, old, strict=True)]
     assert (found.smallest_ratio, found.largest_ratio) == (pytest.approx(min(ratios)), pytest.approx(max(ratios)))
 

@@ -19,21 +19,21 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rollout.bench import report
-from rollout.bench.fleet import PRESETS, Fleet, Topology
+from rollout.bench.fleet_model import PRESETS, FleetModel, Topology
 from rollout.bench.http_cost import HttpCost
 from rollout.bench.loads import LOADS, Server
-from rollout.bench.loop import Loop
 from rollout.bench.measure import Comparison, Round, Spread
 from rollout.bench.measure import Result as Measured
 from rollout.bench.push import Result as Push
-from rollout.bench.routing import fleet_cost, routing_cost
+from rollout.bench.routing import fleet_cost, measure
 from rollout.bench.simulate import cells, simulate, wall_cells
+from rollout.bench.simulation import Loop
 from rollout.cli.bench import bench
 
 DOCS = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
 
 # 4 answers of 50 tokens a step; a step of an engine with 4 sequences takes 0.2 s; nothing else takes any time.
-IDEAL = Fleet(
+IDEAL = FleetModel(
     streams=4,
     single_tokens_per_second=10.0,
     loaded_tokens_per_second=20.0,
@@ -58,7 +58,7 @@ IDEAL = Fleet(
 with_ = functools.partial(dataclasses.replace, IDEAL)
 
 
-def run(fleet: Fleet, engines: int = 1, steps: int = 20) -> Any:
+def run(fleet: FleetModel, engines: int = 1, steps: int = 20) -> Any:
     return simulate(fleet, engines, steps=steps, seed=0)
 
 
@@ -251,7 +251,7 @@ def test_groups_that_are_dropped_make_room_for_new_ones() -> None:
 
 
 FLEETS = st.builds(
-    Fleet,
+    FleetModel,
     streams=st.integers(1, 6),
     single_tokens_per_second=st.just(10.0),
     loaded_tokens_per_second=st.floats(10.0, 40.0),
@@ -276,7 +276,7 @@ FLEETS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(fleet=FLEETS, engines=st.integers(1, 5), seed=st.integers(0, 99))
-def test_no_fleet_breaks_its_bounds(fleet: Fleet, engines: int, seed: int) -> None:
+def test_no_fleet_breaks_its_bounds(fleet: FleetModel, engines: int, seed: int) -> None:
     loop = Loop(fleet, engines, seed)
     loop.run(12)
     totals, walls = loop.totals, fleet.walls(engines)
@@ -297,7 +297,7 @@ def test_no_fleet_breaks_its_bounds(fleet: Fleet, engines: int, seed: int) -> No
 
 @settings(max_examples=30, deadline=None)
 @given(fleet=FLEETS, engines=st.integers(1, 5))
-def test_the_lowest_wall_bounds_what_is_trained(fleet: Fleet, engines: int) -> None:
+def test_the_lowest_wall_bounds_what_is_trained(fleet: FleetModel, engines: int) -> None:
     fleet = dataclasses.replace(fleet, tokens_cv=0.0, mtbf_hours=None)
     result = run(fleet, engines, steps=12 * fleet.push_every)
     # What the window begins and ends with differs by the answers that may be open at most.
@@ -316,7 +316,7 @@ def test_more_engines_never_sample_less_where_nothing_else_binds(engines: int, c
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
-    first, again, other = (simulate(Fleet(), 8, steps=3, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (simulate(FleetModel(), 8, steps=3, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
 
 
@@ -361,10 +361,10 @@ def test_the_command_shows_a_table_and_writes_json(tmp_path: Path) -> None:
     figures = simulated(tmp_path, "--engines", "16", "--train-us-per-token", "0", "--train-seconds", "0")
     assert [row["engines"] for row in figures["results"]] == [8, 16]
     assert figures["results"][0]["walls"]["trainer"] is None
-    assert figures["fleet"] == dataclasses.asdict(Fleet(train_us_per_token=0.0, train_seconds=0.0))
+    assert figures["fleet"] == dataclasses.asdict(FleetModel(train_us_per_token=0.0, train_seconds=0.0))
     assert {"cpu", "cores"} <= figures["machine"].keys()
     printed = invoke("simulate", "--engines", "16", "--steps", "2", "--train-us-per-token=0", "--train-seconds=0")
-    result = simulate(Fleet(**figures["fleet"]), 16, steps=2, seed=0)
+    result = simulate(FleetModel(**figures["fleet"]), 16, steps=2, seed=0)
     assert figures["results"][1]["generated"] == result.generated
     for row in (cells(result), wall_cells(result)):
         assert re.search(r"\s+".join(map(re.escape, row)), printed)
@@ -389,7 +389,7 @@ def test_flags_win_over_measurements_and_those_over_the_preset(tmp_path: Path) -
         report.save(tmp_path / f"{name}.json", figures)
         options += ["--from", str(tmp_path / f"{name}.json")]
     assert simulated(tmp_path, *options)["fleet"] == dataclasses.asdict(
-        Fleet(
+        FleetModel(
             **PRESETS["8b-gpu"]
             | {"single_tokens_per_second": 64.0, "loaded_tokens_per_second": 1024.0, "loaded_streams": 64}
             | {"weight_bytes": 538e6, "link_bytes_per_second": 538e6 / 3.5, "receive_speed": 0.5}
@@ -414,33 +414,23 @@ def test_what_can_not_be_is_refused(tmp_path: Path) -> None:
 # -- routing
 
 
-def test_routing_is_charged_by_request_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that a choice puts forward by 30 µs and a token by 2."""
+def test_routing_is_charged_by_the_thread_clock_after_a_round_of_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that a choice puts forward by 30 µs."""
     now = [0.0]
-    calls = {30e-6: 0, 2e-6: 0}
-
-    def take(seconds: float, rank: int) -> int:
-        now[0] += seconds
-        calls[seconds] += 1
-        return rank
-
     monkeypatch.setattr("rollout.bench.routing.time", SimpleNamespace(thread_time=lambda: now[0]))
-    prompts = [[1], [2], [3]]
-    choose, took = (lambda prompt: take(30e-6, prompt[0] % 2)), functools.partial(take, 2e-6)
-    cost = routing_cost(choose, prompts, ranks=2, tokens_per_request=10, took_token=took, rounds=4)
-    assert cost.per_token is not None
-    assert (cost.per_request.median, cost.per_token.max) == (pytest.approx(30.0), pytest.approx(2.0))
-    assert cost.per_output_token == pytest.approx(3.0 + 2.0)
-    assert calls == {30e-6: 3 * (1 + 5), 2e-6: 30 * 5}  # a check, a warm-up, four rounds
-    assert routing_cost(choose, prompts, ranks=2, tokens_per_request=10).per_token is None
-    with pytest.raises(ValueError, match="chose rank 1, but there are 1"):
-        routing_cost(choose, prompts, ranks=1, tokens_per_request=1)
+    calls: list[int] = []
+
+    def choose(prompt: int) -> None:
+        calls.append(prompt)
+        now[0] += 30e-6 if len(calls) > 3 else 1.0  # the first round warms up
+
+    assert measure(choose, [1, 2, 3], rounds=4).max == pytest.approx(30.0)
+    assert calls == [1, 2, 3] * 5
 
 
 def test_the_server_routes_a_load_at_a_cost_that_is_told() -> None:
     cost = fleet_cost(LOADS["singles"], 3, 0, 100, 1)
     assert cost.ranks == 3
-    assert cost.per_token is not None
     assert 0 < cost.per_token.median < cost.per_request.median
     assert cost.per_output_token == pytest.approx(cost.per_request.median / 128 + cost.per_token.median)
 

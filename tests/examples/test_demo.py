@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import subprocess
@@ -14,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from rollout.demo import task
 from rollout.demo.loop import run
 from rollout.demo.model import fetch_smollm2
-from rollout.demo.report import Step, most_versions, summary
-from rollout.demo.trainer import TrainStats
+from rollout.demo.report import Step, conclusion, most_versions, summary
 from tests.support import tiny_models
 from tests.support.wait import eventually
 from trainer_bridge import RolloutClient
@@ -87,9 +87,10 @@ def test_the_rollout_shown_is_the_latest_that_most_versions_had_a_hand_in() -> N
 
 def test_the_summary_compares_the_first_quarter_with_the_last() -> None:
     rewards = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.9]
-    found = [{"reward/mean": r, "staleness/mean": 0.5, "gap/mean": 0.01} for r in rewards]
+    found = [{"reward/mean": r, "reward/no_signal": 0.5, "staleness/mean": 0.5, "gap/mean": 0.01} for r in rewards]
+    found[3]["reward/no_signal"] = 1.0
     found[2]["gap/current_max"] = 0.25  # the other steps had no token of the current weights
-    steps = [Step(f"step-{i}", TrainStats(f, torch.zeros(100)), 2.0, i / 4, 8) for i, f in enumerate(found)]
+    steps = [Step(f"step-{i}", f, torch.zeros(100), 2.0, i / 4, 8) for i, f in enumerate(found)]
     sampled = SamplerStats(requests=30, tokens=5000, requests_with_two_versions=12, longest_token_gap_s=1.5)
     numbers = summary(steps, sampled, seconds=50.0)
     assert numbers["reward_first"] == pytest.approx(0.15)
@@ -101,6 +102,22 @@ def test_the_summary_compares_the_first_quarter_with_the_last() -> None:
     assert numbers["trained_tokens"] == 800
     assert numbers["current_logprob_gap"] == 0.25
     assert numbers["longest_token_gap_seconds"] == 1.5
+    assert numbers["steps_without_signal"] == 1
+    assert "no signal" in str(steps[3])
+    assert "no signal" not in str(steps[2])
+
+
+def test_the_conclusion_says_what_was_dropped_and_why_and_where_to_look(tmp_path: Path) -> None:
+    step = Step(
+        "a", {"reward/mean": 0.0, "reward/no_signal": 1.0, "staleness/mean": 0, "gap/mean": 0}, torch.zeros(1), 1, 1, 1
+    )
+    said = conclusion(summary([step], SamplerStats(dropped_groups=7), 1.0, too_old=5), 3, tmp_path)
+    assert "7 groups were sampled and not trained on: 5 had a token that was more than 3 pushes old, 2 made" in said
+    assert "1 of 1 steps had no signal" in said
+    assert f"Look at {tmp_path / 'reward.png'} first" in said
+    quiet = dataclasses.replace(step, metrics=step.metrics | {"reward/no_signal": 0.0})
+    assert "not trained on" not in (said := conclusion(summary([quiet], SamplerStats(), 1.0), 3, tmp_path))
+    assert "no signal" not in said
 
 
 def _run(model: Path, output: Path, *, steps: int, seed: int) -> tuple[dict[str, float], str]:
@@ -136,6 +153,8 @@ def test_the_demo_trains_pushes_and_reports(smollm2: Path, tmp_path: Path, monke
     assert numbers["current_logprob_gap"] == 0
     assert numbers["staleness"] > 0
     assert "5 pushes without a pause" in printed
+    assert [f"step {number} of 5" in printed for number in range(1, 6)] == [True] * 5  # no terminal, so no bar
+    assert printed.count("no signal: all rewards of each group are the same") == 5
     legend = printed.rpartition("coloured by")[2]
     assert "[0, " in legend
     assert "step-" in legend

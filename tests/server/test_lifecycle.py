@@ -362,6 +362,7 @@ def test_every_field_is_a_flag() -> None:
 def test_flags_reach_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     served: list[Any] = []
     monkeypatch.setattr(main, "serve", lambda *configs: served.extend(configs) or 0)
+    monkeypatch.setattr(cli, "check_model", lambda config: None)
     flags = shlex.split(
         "--max-num-seqs 4 --no-enable-prefix-caching --kv-policy recompute --api-key a --api-key b --port 9"
     )

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from rollout.bench.fleet import Fleet, lognormal
+from rollout.bench.fleet_model import FleetModel, lognormal
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Group:
 class Loop:
     """Engines, trainer and pushes. `advance` goes on to the next event; the other methods are the events."""
 
-    def __init__(self, fleet: Fleet, engines: int, seed: int) -> None:
+    def __init__(self, fleet: FleetModel, engines: int, seed: int) -> None:
         if engines < 1:
             raise ValueError(f"engines is {engines}, but there must be at least 1")
         self.fleet, self.engines, self.alive = fleet, engines, engines

@@ -5,13 +5,14 @@ Imported with the command line, as its fields are flags, so it imports nothing s
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, Literal
+
+from rollout.config import flag
 
 Topology = Literal["chain", "binomial", "star", "relays"]
 PresetName = Literal["smollm2-cpu", "8b-gpu"]
@@ -27,51 +28,47 @@ _NOT_NEGATIVE = (
 _SHARES = ("pushed_share", "receive_speed")
 
 
-def _flag(default: Any, help: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
-class Fleet:
+class FleetModel:
     """Equal engines, one trainer, and how they are connected. Times in seconds, lengths in tokens, sizes in bytes.
 
     Defaults: measured on SmolLM2-135M and two CPU cores (docs/performance.md, docs/weight-updates.md) where the help
     doesn't say "assumed". Raises ValueError, naming the field, on values that can't be.
     """
 
-    streams: int = _flag(64, "Sequences that one engine generates at once.")
-    single_tokens_per_second: float = _flag(49.2, "An engine's, with one sequence.")
-    loaded_tokens_per_second: float = _flag(710.0, "An engine's, with --loaded-streams sequences.")
-    loaded_streams: int = _flag(64, "Sequences at which --loaded-tokens-per-second was measured.")
-    mean_tokens: float = _flag(128.0, "Mean length of an answer.")
-    tokens_cv: float = _flag(0.5, "Assumed: standard deviation of the lengths (lognormal) over their mean.")
-    prompts_per_step: int = _flag(256, "Assumed: groups that the trainer takes for a step.")
-    n: int = _flag(8, "Answers of a group.")
-    max_lag: int = _flag(3, "Most pushes between sampling a token and training on it; 0: in turn. The demo's value.")
-    train_seconds: float = _flag(1.0, "Assumed: a step of the trainer takes this much,")
-    train_us_per_token: float = _flag(10.0, "and, assumed, this many microseconds for each token of its batch.")
-    push_every: int = _flag(1, "Steps of the trainer from push to push.")
-    overlap_push: bool = _flag(False, "The trainer goes on while it pushes (it needs a copy of the weights for that).")
-    weight_bytes: float = _flag(269e6, "Of the weights.")
-    pushed_share: float = _flag(1.0, "Of the bytes that a push sends: below 1 for sparse pushes.")
-    topology: Topology = _flag(
+    streams: int = flag(64, "Sequences that one engine generates at once.")
+    single_tokens_per_second: float = flag(49.2, "An engine's, with one sequence.")
+    loaded_tokens_per_second: float = flag(710.0, "An engine's, with --loaded-streams sequences.")
+    loaded_streams: int = flag(64, "Sequences at which --loaded-tokens-per-second was measured.")
+    mean_tokens: float = flag(128.0, "Mean length of an answer.")
+    tokens_cv: float = flag(0.5, "Assumed: standard deviation of the lengths (lognormal) over their mean.")
+    prompts_per_step: int = flag(256, "Assumed: groups that the trainer takes for a step.")
+    n: int = flag(8, "Answers of a group.")
+    max_lag: int = flag(3, "Most pushes between sampling a token and training on it; 0: in turn. The demo's value.")
+    train_seconds: float = flag(1.0, "Assumed: a step of the trainer takes this much,")
+    train_us_per_token: float = flag(10.0, "and, assumed, this many microseconds for each token of its batch.")
+    push_every: int = flag(1, "Steps of the trainer from push to push.")
+    overlap_push: bool = flag(False, "The trainer goes on while it pushes (it needs a copy of the weights for that).")
+    weight_bytes: float = flag(269e6, "Of the weights.")
+    pushed_share: float = flag(1.0, "Of the bytes that a push sends: below 1 for sparse pushes.")
+    topology: Topology = flag(
         "binomial",
         "binomial: gloo's broadcast. chain: NCCL's. star: the trainer sends to each. relays: engines resend.",
     )
-    link_bytes_per_second: float = _flag(154e6, "What one end sends to another.")
-    hop_seconds: float = _flag(1e-4, "Assumed: latency of one transfer.")
-    slice_bytes: float = _flag(float(1 << 20), "Assumed: a chain or a tree of relays forwards so many bytes at a time.")
-    fan_out: int = _flag(2, "Engines that a relay sends to.")
-    call_seconds: float = _flag(0.01, "Assumed: the control calls of a push.")
-    check_seconds: float = _flag(0.05, "Assumed: mean time an engine takes to check what it received.")
-    check_cv: float = _flag(0.3, "Assumed: its standard deviation (lognormal) over its mean; the slowest counts.")
-    receive_speed: float = _flag(0.71, "Share of its speed that an engine keeps while it receives.")
-    recompute_seconds: float = _flag(0.0, "How long a commit stops generation: nothing but a step under `keep`.")
-    servers: int = _flag(1, "Server processes; each is one core.")
-    server_us_per_token: float = _flag(18.9, "CPU microseconds of a server process; 48.2 where answers are streamed.")
-    server_us_per_request: float = _flag(0.0, "The same for a request (of n answers), where it isn't in that: routing.")
-    mtbf_hours: float | None = _flag(None, "Mean time between failures of one engine. Default: none fails.")
-    restart_seconds: float = _flag(6.3, "From a failure to service: a start (4.6 s) and the weights over one link.")
+    link_bytes_per_second: float = flag(154e6, "What one end sends to another.")
+    hop_seconds: float = flag(1e-4, "Assumed: latency of one transfer.")
+    slice_bytes: float = flag(float(1 << 20), "Assumed: a chain or a tree of relays forwards so many bytes at a time.")
+    fan_out: int = flag(2, "Engines that a relay sends to.")
+    call_seconds: float = flag(0.01, "Assumed: the control calls of a push.")
+    check_seconds: float = flag(0.05, "Assumed: mean time an engine takes to check what it received.")
+    check_cv: float = flag(0.3, "Assumed: its standard deviation (lognormal) over its mean; the slowest counts.")
+    receive_speed: float = flag(0.71, "Share of its speed that an engine keeps while it receives.")
+    recompute_seconds: float = flag(0.0, "How long a commit stops generation: nothing but a step under `keep`.")
+    servers: int = flag(1, "Server processes; each is one core.")
+    server_us_per_token: float = flag(18.9, "CPU microseconds of a server process; 48.2 where answers are streamed.")
+    server_us_per_request: float = flag(0.0, "The same for a request (of n answers), where it isn't in that: routing.")
+    mtbf_hours: float | None = flag(None, "Mean time between failures of one engine. Default: none fails.")
+    restart_seconds: float = flag(6.3, "From a failure to service: a start (4.6 s) and the weights over one link.")
 
     def __post_init__(self) -> None:
         for name in (*_POSITIVE, *_NOT_NEGATIVE, *_SHARES):
@@ -242,7 +239,7 @@ PRESETS: dict[PresetName, dict[str, Any]] = {
 
 
 def measured(file: Path) -> dict[str, Any]:
-    """Fields of a Fleet from what `rollout bench load`, `http` or `push` wrote with --json; of loads, the fastest.
+    """Fields of a FleetModel from what `rollout bench load`, `http` or `push` wrote with --json; of loads, the fastest.
 
     Raises ValueError where the file holds no such figures, OSError where it can't be read.
     """
