@@ -29,43 +29,64 @@ def flag(default: Any, help: str, *, secret: bool = False) -> Any:
 class EngineConfig:
     """What one engine process needs. Raises ValueError, naming the field, on values that can't work."""
 
-    model: str = flag("", "A transformers folder (safetensors), a .gguf file, or a hub id where there is a network.")
-    dtype: Dtype = flag("auto", "Parameter dtype. auto: the checkpoint's; float32 on a CPU that is slow in bf16.")
-    device: Device = flag("auto", "auto: cuda where there is one.")
-    load_format: Literal["auto", "dummy"] = flag("auto", "dummy: random weights of the model's shapes.")
-    seed: int | None = flag(None, "Seed of what requests without one get (and of dummy weights). Default: entropy.")
-    max_model_len: int | None = flag(None, "Longest prompt + output, in tokens. Default: the model's own limit.")
-    max_num_seqs: int = flag(256, "Most sequences in one step.")
-    max_num_batched_tokens: int = flag(2048, "Most tokens in one step: decodes plus prompt chunks.")
-    block_size: int = flag(16, "Tokens in one block of the KV cache.")
+    model: str = flag(
+        "", "Serve this: a transformers folder (safetensors), a .gguf file, or a hub id where there is a network."
+    )
+    dtype: Dtype = flag("auto", "Compute in this dtype. auto: the checkpoint's; float32 on a CPU that is slow in bf16.")
+    device: Device = flag("auto", "Compute on this device. auto: cuda where there is one.")
+    load_format: Literal["auto", "dummy"] = flag(
+        "auto", "Load the weights of MODEL (auto), or draw random ones of its shapes (dummy)."
+    )
+    seed: int | None = flag(
+        None, "Draw the seeds of requests without one (and dummy weights) from this. Default: entropy."
+    )
+    max_model_len: int | None = flag(
+        None, "Allow this many tokens of prompt and output together. Default: the model's own limit."
+    )
+    max_num_seqs: int = flag(256, "Run at most this many sequences in one step.")
+    max_num_batched_tokens: int = flag(
+        2048, "Compute at most this many tokens in one step: decodes plus prompt chunks."
+    )
+    block_size: int = flag(16, "Put this many tokens into one block of the KV cache.")
     kv_cache_memory_bytes: int | None = flag(
-        None, "Bytes for the KV cache. Default: a share of free GPU memory, or at most 4 GiB on a CPU."
+        None, "Give the KV cache this many bytes. Default: a share of free GPU memory, or at most 4 GiB on a CPU."
     )
-    num_gpu_blocks_override: int | None = flag(None, "Number of KV-cache blocks, whatever the memory.")
-    gpu_memory_utilization: float = flag(0.9, "Share of GPU memory for weights, staging and cache together.")
+    num_gpu_blocks_override: int | None = flag(None, "Give the KV cache this many blocks, whatever the memory.")
+    gpu_memory_utilization: float = flag(0.9, "Use this share of GPU memory for weights, staging and cache together.")
     enable_prefix_caching: bool = flag(True, "Reuse the blocks of a shared prefix (never across weight epochs).")
-    scheduling_policy: SchedulingPolicy = flag("fcfs", "fcfs, or priority (lower values first, then arrival).")
-    kv_policy: KVPolicy | None = flag(
-        None, "What a commit does to the cache of running requests. Default: keep; recompute if --batch-invariant."
+    scheduling_policy: SchedulingPolicy = flag(
+        "fcfs", "Order requests by arrival (fcfs), or by priority (lower values first, then arrival)."
     )
-    batch_invariant: bool = flag(False, "The same bits for a request alone and in any batch; checked at start.")
+    kv_policy: KVPolicy | None = flag(
+        None, "Say what a commit does to the cache of running requests. Default: keep; recompute if --batch-invariant."
+    )
+    batch_invariant: bool = flag(
+        False, "Give a request the same bits alone and in any batch; this is checked at start."
+    )
     weight_staging: WeightStaging = flag(
-        "full", "full: receive into a second copy. in_place: into the live one, paused."
+        "full", "Receive weights into a second copy (full), or into the live one, paused (in_place)."
     )
     allow_partial_updates: bool = flag(False, "Accept updates that name only a subset of the parameters.")
-    weight_update_timeout_s: float = flag(300.0, "Longest wait for any one step of a weight update, in seconds.")
+    weight_update_timeout_s: float = flag(300.0, "Wait at most this many seconds for any one step of a weight update.")
     keep_weight_snapshot: str | None = flag(
-        None, "A folder for a copy of the last committed weights; an engine that must be restarted goes on from it."
+        None, "Keep a copy of the last committed weights in this folder; an engine that is restarted goes on from it."
     )
-    logprobs_mode: LogprobsMode = flag("raw_logprobs", "Logprobs before any filter, or of the sampled distribution.")
-    max_logprobs: int = flag(20, "Largest `logprobs` a request may ask for.")
-    enable_return_routed_experts: bool = flag(False, "Answers of a mixture-of-experts model carry routed_experts.")
+    logprobs_mode: LogprobsMode = flag(
+        "raw_logprobs", "Report logprobs from before any filter, or those of the sampled distribution."
+    )
+    max_logprobs: int = flag(20, "Let a request ask for `logprobs` up to this.")
+    enable_return_routed_experts: bool = flag(False, "Add routed_experts to the answers of a mixture-of-experts model.")
     attention_backend: AttentionBackendName = flag(
-        "auto", "auto: native (compiled once), else torch, on CPU; flash_attn, else triton, on CUDA."
+        "auto",
+        "Compute attention by this. auto: native (compiled once) or torch on CPU, flash_attn or triton on CUDA.",
     )
-    tensor_parallel_size: int = flag(1, "Devices that share one engine's model, each with a part of every layer.")
+    tensor_parallel_size: int = flag(1, "Split every layer of one engine's model over this many devices.")
     enforce_eager: bool = flag(False, "Never capture CUDA graphs.")
-    num_threads: int | None = flag(None, "Threads for CPU arithmetic. Default: torch's.")
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Log what is at least this serious.")
+    log_format: Literal["text", "json"] = flag(
+        "text", "Write the log on stderr as text, or as json: one object a line."
+    )
+    num_threads: int | None = flag(None, "Compute with this many CPU threads. Default: torch's.")
 
     @property
     def default_kv_policy(self) -> KVPolicy:
@@ -102,36 +123,45 @@ class EngineConfig:
 class ServerConfig:
     """What the server process needs beside the engine's configuration. Raises ValueError, naming the field."""
 
-    host: str = flag("127.0.0.1", "Address to listen on.")
-    port: int = flag(8000, "Port to listen on; 0 picks a free one and prints it.")
-    served_model_name: str | None = flag(None, "Name clients use. Default: the model's path.")
+    host: str = flag("127.0.0.1", "Listen on this address.")
+    port: int = flag(8000, "Listen on this port; 0 picks a free one and prints it.")
+    served_model_name: str | None = flag(None, "Let clients use this name for the model. Default: the model's path.")
     enable_scale_out: bool = flag(False, "Register /inference/v1/generate and its companions.")
-    tokens_only: bool = flag(False, "Token-in/token-out only: no tokenizer is loaded; implies --enable-scale-out.")
+    tokens_only: bool = flag(
+        False, "Serve token-in/token-out only: no tokenizer is loaded; implies --enable-scale-out."
+    )
     skip_tokenizer_init: bool = flag(False, "Load no tokenizer: text and stop strings are refused.")
-    return_sampling_mask: bool = flag(False, "Answers carry the support of each sampled distribution.")
-    return_tokens_as_token_ids: bool = flag(False, "Text logprobs say `token_id:N` in place of a token's text.")
+    return_sampling_mask: bool = flag(False, "Add the support of each sampled distribution to answers.")
+    return_tokens_as_token_ids: bool = flag(False, "Write `token_id:N` in place of a token's text in text logprobs.")
     trust_request_chat_template: bool = flag(False, "Accept the `chat_template` of a request.")
     api_key: tuple[str, ...] = flag(
         (),
-        "A key that guards all but /health and /ping; may be repeated. Default: ROLLOUT_API_KEY and VLLM_API_KEY.",
+        "Require this key, but for /health and /ping; may be repeated. Default: ROLLOUT_API_KEY and VLLM_API_KEY.",
         secret=True,
     )
     max_queued_requests: int | None = flag(
-        None, "Most choices in flight beyond --max-num-seqs; a request for more gets a 503. Default: any number."
+        None,
+        "Queue at most this many choices beyond --max-num-seqs; a request for more gets a 503. Default: any number.",
     )
-    max_body_bytes: int = flag(64 << 20, "Largest body of a request, in bytes; a larger one gets a 413.")
-    receive_timeout_s: float = flag(30.0, "A request whose next bytes take longer to come is dropped, in seconds.")
-    shutdown_timeout: float = flag(0.0, "Seconds that SIGTERM lets running requests finish; then they are aborted.")
-    engine_start_timeout_s: float = flag(600.0, "Longest wait for the engine to load the model, in seconds.")
+    max_body_bytes: int = flag(64 << 20, "Answer a request whose body has more bytes with a 413.")
+    receive_timeout_s: float = flag(30.0, "Drop a request whose next bytes take more seconds than this to come.")
+    shutdown_timeout: float = flag(
+        0.0, "Let running requests finish for this many seconds after SIGTERM; then they are aborted."
+    )
+    engine_start_timeout_s: float = flag(600.0, "Wait at most this many seconds for the engine to load the model.")
     engine_stall_timeout_s: float = flag(
-        300.0, "An engine silent for this long, and then deaf to a probe for as long, is declared dead, in seconds."
+        300.0, "Declare an engine dead that is silent for this many seconds, and then deaf to a probe for as long."
     )
-    engine_restarts: int = flag(3, "Most restarts of a dead engine within 10 minutes; beyond them it stays dead.")
-    data_parallel_size: int = flag(1, "Engines, each with the whole model; on CUDA, each with devices of its own.")
+    engine_restarts: int = flag(
+        3, "Restart a dead engine at most this often within 10 minutes; beyond that it stays dead."
+    )
+    data_parallel_size: int = flag(
+        1, "Run this many engines, each with the whole model; on CUDA, each with devices of its own."
+    )
     data_parallel_backend: DataParallelBackend = flag(
-        "mp", "mp: engines are processes of this machine. ray: actors of a Ray cluster, behind Ray Serve."
+        "mp", "Run engines as processes of this machine (mp), or as actors of a Ray cluster, behind Ray Serve (ray)."
     )
-    uvicorn_log_level: LogLevel = flag("warning", "Log level of the HTTP server.")
+    uvicorn_log_level: LogLevel = flag("warning", "Log what the HTTP server says from this level on.")
 
     def __post_init__(self) -> None:
         if not all(self.api_key):

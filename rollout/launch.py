@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import re
 import shlex
@@ -11,8 +12,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ def serve(model: str | Path, log: Path, *flags: str) -> Iterator[str]:
 
 def serve_command(model: str | Path, *flags: str) -> list[str]:
     """The command line of a server on a free port, which ends when the process that started it is gone."""
-    return [sys.executable, "-m", __name__, "serve", str(model), "--port", "0", *flags]
+    return [sys.executable, "-m", "rollout.cli.child", "serve", str(model), "--port", "0", *flags]
 
 
 def split_command(command: str) -> list[str]:
@@ -93,9 +94,6 @@ def _healthy_address(process: subprocess.Popen[bytes], url: str | None, log: Pat
 
 
 def _is_healthy(url: str) -> bool:
-    import http.client  # here, since the server's own process imports this module first
-    import urllib.request
-
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/health", timeout=5) as answer:
             return bool(answer.status == 200)
@@ -111,21 +109,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _end_with(parent: int) -> None:
-    """Send this process SIGTERM when its parent is gone."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="parent watch", daemon=True).start()
-
-
-if __name__ == "__main__":
-    from rollout.cli.main import main
-
-    _end_with(os.getppid())
-    main()

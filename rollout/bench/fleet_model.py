@@ -5,6 +5,7 @@ Imported with the command line, as its fields are flags, so it imports nothing s
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
@@ -16,11 +17,6 @@ from rollout.config import flag
 
 Topology = Literal["chain", "binomial", "star", "relays"]
 PresetName = Literal["smollm2-cpu", "8b-gpu"]
-_POSITIVE = (
-    *("streams", "single_tokens_per_second", "loaded_tokens_per_second", "loaded_streams", "mean_tokens"),
-    *("prompts_per_step", "n", "push_every", "weight_bytes", "link_bytes_per_second", "slice_bytes", "fan_out"),
-    *("servers", "mtbf_hours"),
-)
 _NOT_NEGATIVE = (
     *("tokens_cv", "max_lag", "train_seconds", "train_us_per_token", "hop_seconds", "call_seconds", "check_seconds"),
     *("check_cv", "recompute_seconds", "server_us_per_token", "server_us_per_request", "restart_seconds"),
@@ -36,44 +32,61 @@ class FleetModel:
     doesn't say "assumed". Raises ValueError, naming the field, on values that can't be.
     """
 
-    streams: int = flag(64, "Sequences that one engine generates at once.")
-    single_tokens_per_second: float = flag(49.2, "An engine's, with one sequence.")
-    loaded_tokens_per_second: float = flag(710.0, "An engine's, with --loaded-streams sequences.")
-    loaded_streams: int = flag(64, "Sequences at which --loaded-tokens-per-second was measured.")
-    mean_tokens: float = flag(128.0, "Mean length of an answer.")
-    tokens_cv: float = flag(0.5, "Assumed: standard deviation of the lengths (lognormal) over their mean.")
-    prompts_per_step: int = flag(256, "Assumed: groups that the trainer takes for a step.")
-    n: int = flag(8, "Answers of a group.")
-    max_lag: int = flag(3, "Most pushes between sampling a token and training on it; 0: in turn. The demo's value.")
-    train_seconds: float = flag(1.0, "Assumed: a step of the trainer takes this much,")
-    train_us_per_token: float = flag(10.0, "and, assumed, this many microseconds for each token of its batch.")
-    push_every: int = flag(1, "Steps of the trainer from push to push.")
-    overlap_push: bool = flag(False, "The trainer goes on while it pushes (it needs a copy of the weights for that).")
-    weight_bytes: float = flag(269e6, "Of the weights.")
-    pushed_share: float = flag(1.0, "Of the bytes that a push sends: below 1 for sparse pushes.")
+    streams: int = flag(64, "Let one engine generate this many sequences at once.")
+    single_tokens_per_second: float = flag(49.2, "Let an engine sample this many tokens/s for one sequence.")
+    loaded_tokens_per_second: float = flag(
+        710.0, "Let an engine sample this many tokens/s for --loaded-streams sequences together."
+    )
+    loaded_streams: int = flag(64, "Say for how many sequences --loaded-tokens-per-second was measured.")
+    mean_tokens: float = flag(128.0, "Let answers have this mean length.")
+    tokens_cv: float = flag(0.5, "Let lengths (lognormal) have this standard deviation over their mean; assumed.")
+    prompts_per_step: int = flag(256, "Let the trainer take this many groups for a step; assumed.")
+    n: int = flag(8, "Sample this many answers for a group.")
+    max_lag: int = flag(
+        3, "Allow this many pushes between sampling a token and training on it; 0: in turn. The demo's value."
+    )
+    train_seconds: float = flag(1.0, "Let a step of the trainer take this much, whatever its batch; assumed.")
+    train_us_per_token: float = flag(
+        10.0, "Let a step take this many microseconds more for each token of its batch; assumed."
+    )
+    push_every: int = flag(1, "Push after this many steps of the trainer.")
+    overlap_push: bool = flag(False, "Let the trainer go on while it pushes (it needs a copy of the weights for that).")
+    weight_bytes: float = flag(269e6, "Let the weights have this many bytes.")
+    pushed_share: float = flag(1.0, "Push this share of the bytes: below 1 for sparse pushes.")
     topology: Topology = flag(
         "binomial",
-        "binomial: gloo's broadcast. chain: NCCL's. star: the trainer sends to each. relays: engines resend.",
+        "Broadcast so. binomial: as gloo. chain: as NCCL. star: the trainer sends to each. relays: engines resend.",
     )
-    link_bytes_per_second: float = flag(154e6, "What one end sends to another.")
-    hop_seconds: float = flag(1e-4, "Assumed: latency of one transfer.")
-    slice_bytes: float = flag(float(1 << 20), "Assumed: a chain or a tree of relays forwards so many bytes at a time.")
-    fan_out: int = flag(2, "Engines that a relay sends to.")
-    call_seconds: float = flag(0.01, "Assumed: the control calls of a push.")
-    check_seconds: float = flag(0.05, "Assumed: mean time an engine takes to check what it received.")
-    check_cv: float = flag(0.3, "Assumed: its standard deviation (lognormal) over its mean; the slowest counts.")
-    receive_speed: float = flag(0.71, "Share of its speed that an engine keeps while it receives.")
-    recompute_seconds: float = flag(0.0, "How long a commit stops generation: nothing but a step under `keep`.")
-    servers: int = flag(1, "Server processes; each is one core.")
-    server_us_per_token: float = flag(18.9, "CPU microseconds of a server process; 48.2 where answers are streamed.")
-    server_us_per_request: float = flag(0.0, "The same for a request (of n answers), where it isn't in that: routing.")
-    mtbf_hours: float | None = flag(None, "Mean time between failures of one engine. Default: none fails.")
-    restart_seconds: float = flag(6.3, "From a failure to service: a start (4.6 s) and the weights over one link.")
+    link_bytes_per_second: float = flag(154e6, "Let one end send this much to another.")
+    hop_seconds: float = flag(1e-4, "Let one transfer have this latency; assumed.")
+    slice_bytes: float = flag(
+        float(1 << 20), "Let a chain or a tree of relays forward this many bytes at a time; assumed."
+    )
+    fan_out: int = flag(2, "Let a relay send to this many engines.")
+    call_seconds: float = flag(0.01, "Let the control calls of a push take this much; assumed.")
+    check_seconds: float = flag(0.05, "Let an engine take this much, on average, to check what it received; assumed.")
+    check_cv: float = flag(
+        0.3, "Let that (lognormal) have this standard deviation over its mean; the slowest counts; assumed."
+    )
+    receive_speed: float = flag(0.71, "Let an engine keep this share of its speed while it receives.")
+    recompute_seconds: float = flag(
+        0.0, "Let a commit stop generation for this long; under `keep` it is nothing but a step."
+    )
+    servers: int = flag(1, "Run this many server processes; each is one core.")
+    server_us_per_token: float = flag(
+        18.9, "Let a server process take this much CPU time a token; 48.2 where answers are streamed."
+    )
+    server_us_per_request: float = flag(
+        0.0, "Let it take this much CPU time a request (of n answers), where that isn't in it: routing."
+    )
+    mtbf_hours: float | None = flag(None, "Let an engine fail after this much time on average. Default: none fails.")
+    restart_seconds: float = flag(
+        6.3, "Let a failed engine take this much to serve again: a start (4.6 s) and the weights over one link."
+    )
 
     def __post_init__(self) -> None:
-        for name in (*_POSITIVE, *_NOT_NEGATIVE, *_SHARES):
-            value = getattr(self, name)
-            if value is None:
+        for name, value in dataclasses.asdict(self).items():
+            if not isinstance(value, float | int) or isinstance(value, bool):
                 continue
             if not math.isfinite(value) or value < 0 or (value == 0 and name not in _NOT_NEGATIVE):
                 wanted = "0 or more" if name in _NOT_NEGATIVE else "more than 0"

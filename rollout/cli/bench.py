@@ -42,7 +42,7 @@ bench = typer.Typer(
 
 Url = Annotated[str, typer.Option(help="Measure the server at this address; it needs --enable-scale-out.")]
 Key = Annotated[str | None, typer.Option(help="Send this bearer key to the server.")]
-Rounds = Annotated[int, typer.Option(min=1, help="Measure so many rounds, after one or more that warm up.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Measure this many rounds, after one or more that warm up.")]
 Seed = Annotated[int, typer.Option(help="Draw prompts, lengths and failures from this seed.")]
 Vocab = Annotated[
     int | None,
@@ -121,7 +121,7 @@ class Against:
 
     against: str | None = flag(None, "Measure the server at this address, too, in turn with the first.")
     against_api_key: str | None = flag(None, "Send this bearer key to the second server.")
-    pause: float = flag(3.0, "Wait so many seconds before each turn of two servers: one may spin on after a load.")
+    pause: float = flag(3.0, "Wait this many seconds before each turn of two servers: one may spin on after a load.")
 
     def __post_init__(self) -> None:
         if self.pause < 0:
@@ -142,7 +142,7 @@ def load(
         ),
     ] = None,
     rounds: Rounds = 5,
-    warmup: Annotated[int, typer.Option(min=0, help="Run so many rounds of each load before the measured ones.")] = 1,
+    warmup: Annotated[int, typer.Option(min=0, help="Run this many rounds of each load before the measured ones.")] = 1,
     stream: Annotated[
         bool | None, typer.Option("--stream/--no-stream", help="Ask for answers in this form, whatever the load says.")
     ] = None,
@@ -213,7 +213,8 @@ def profile(
     flags: Flags = None,
     load: Annotated[str, typer.Option(help="Run this load.")] = "grpo",
     operators: Annotated[
-        int, typer.Option(min=0, help="List so many of torch's operators, the slowest first, in a table of their own.")
+        int,
+        typer.Option(min=0, help="List this many of torch's operators, the slowest first, in a table of their own."),
     ] = 15,
     seed: Seed = 0,
 ) -> tuple[list[Any], dict[str, Any]]:
@@ -233,9 +234,9 @@ def fidelity(
     model: Model,
     url: Url = "http://127.0.0.1:8000",
     api_key: Key = None,
-    requests: Annotated[int, typer.Option(min=1, help="Send so many prompts.")] = 16,
-    n: Annotated[int, typer.Option(min=1, help="Ask for so many samples of each prompt.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Sample so many tokens of each.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, help="Send this many prompts.")] = 16,
+    n: Annotated[int, typer.Option(min=1, help="Ask for this many samples of each prompt.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Sample this many tokens of each.")] = 64,
     seed: Seed = 0,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Measure the gap between a server's logprobs and transformers' on tokens of MODEL that it samples unfiltered."""
@@ -255,7 +256,9 @@ def roofline(
     dtype: Annotated[
         Literal["bfloat16", "float32"], typer.Option(help="Measure weights and products of this dtype.")
     ] = "bfloat16",
-    threads: Annotated[int | None, typer.Option(min=1, help="Compute with so many threads. Default: torch's.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Compute with this many threads. Default: torch's.")
+    ] = None,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Measure this CPU's memory and arithmetic, and say what they allow for the linear layers of MODEL."""
     import torch
@@ -276,10 +279,10 @@ def push(
     model: Annotated[Path, typer.Option(help="Push the weights of this transformers folder.")],
     url: Url = "http://127.0.0.1:8000",
     api_key: Key = None,
-    streams: Annotated[int, typer.Option(min=1, help="Keep so many requests open during the push.")] = 4,
-    n: Annotated[int, typer.Option(min=1, help="Ask for so many choices of each request.")] = 1,
-    prompt_len: Annotated[int, typer.Option(min=1, help="Give each prompt so many tokens.")] = 64,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Measure for so many seconds before the push.")] = 5.0,
+    streams: Annotated[int, typer.Option(min=1, help="Keep this many requests open during the push.")] = 4,
+    n: Annotated[int, typer.Option(min=1, help="Ask for this many choices of each request.")] = 1,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Give each prompt this many tokens.")] = 64,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Measure for this many seconds before the push.")] = 5.0,
 ) -> tuple[list[Any], dict[str, Any]]:
     """Measure what a push of weights does to open streams, token gaps and throughput, under either KV policy."""
     from rollout.bench.push import run, table
@@ -296,7 +299,7 @@ def simulate(
     context: typer.Context,
     engines: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Simulate so many engines; may be repeated. Default: 8 to 1,024."),
+        typer.Option(min=1, help="Simulate this many engines; may be repeated. Default: 8 to 1,024."),
     ] = None,
     preset: Annotated[
         PresetName, typer.Option(help="Take the figures that no other flag gives from this preset.")
@@ -305,7 +308,9 @@ def simulate(
         list[Path] | None,
         typer.Option("--from", help="Take figures from what load, http or push wrote with --json; may be repeated."),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Measure so many of the trainer's steps; others come first.")] = 10,
+    steps: Annotated[
+        int, typer.Option(min=1, help="Measure this many of the trainer's steps; others come first.")
+    ] = 10,
     seed: Seed = 0,
     **values: Any,
 ) -> tuple[list[Any], dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rollout import __version__
+from rollout import __version__, logs
 from rollout.cli.preflight import check_model, read_config_file
 from rollout.config import EngineConfig, ServerConfig
 from rollout.flags import config_from, with_flags
@@ -78,6 +78,7 @@ def serve(
     except ValueError as error:
         typer.echo(f"rollout: {error}", err=True)
         raise typer.Exit(1) from None
+    logs.configure(engine_config)
     if server_config.data_parallel_backend == "ray":
         try:
             from rollout.server.ray import serve as run

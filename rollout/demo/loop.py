@@ -70,7 +70,8 @@ def run(model: Path, output: Path, *, steps: int, seed: int, console: Console) -
             for number in range(1, steps + 1):
                 groups = sampler.take_groups(GROUPS_PER_STEP, usable=lags.are_usable, timeout_s=TAKE_TIMEOUT_S)
                 train_began, of_groups = time.monotonic(), [lags.of(group) for group in groups]
-                found = trainer.step(groups, of_groups, lambda: current_gap(policy, sampler.newest(), lags.of))
+                found = metrics.of_rollouts(groups)
+                found |= trainer.step(groups, of_groups, lambda: current_gap(policy, sampler.newest(), lags.of))
                 train_seconds = time.monotonic() - train_began
                 push = sender.push(version=f"step-{number}")
                 lags.epoch = push.epoch
@@ -172,4 +173,4 @@ def _server_flags(threads: int) -> list[str]:
 
 def _progress(console: Console) -> Progress:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[says]}"))
-    return Progress(*columns, console=console)
+    return Progress(*columns, console=console, disable=not console.is_terminal)

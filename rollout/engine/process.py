@@ -17,6 +17,7 @@ import msgspec
 import zmq
 from tqdm import tqdm
 
+from rollout import logs
 from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.messages import (
@@ -45,7 +46,7 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
     Both are ZeroMQ addresses that the server has bound (a PUSH and a PULL socket). A fatal error is sent as EngineDied.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the server says when to go
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(processName)s: %(message)s")
+    logs.configure(config)
     tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which SIGTERM would leave behind
     parent = os.getppid()
     _die_with_parent(parent)

@@ -6,6 +6,7 @@ FD is its end of a socket pair. It obeys the leader's commands in their order, a
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import queue
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from rollout import logs
 from rollout.kernels.attention.base import RaggedBatch
 from rollout.messages import CallError, EngineDied, Reply
 from rollout.model.runner import ModelRunner
@@ -126,9 +128,8 @@ def main(descriptor: int) -> None:
     threading.Thread(target=listen, name="leader", daemon=True).start()
     order = commands.get()
     assert isinstance(order, Join)
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname)s engine, rank {order.rank}: %(message)s", force=True
-    )
+    multiprocessing.current_process().name = f"engine, rank {order.rank}"
+    logs.configure(order.config, force=True)
     try:
         follower = Follower(order, connection)
         follower.send(Joined())

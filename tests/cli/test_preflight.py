@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rollout import __version__
+from rollout import __version__, logs
 from rollout.cli import main as cli
 from rollout.config import EngineConfig, ServerConfig
 from rollout.server import main
@@ -151,3 +152,21 @@ def test_what_the_engine_refuses_is_one_line(model: Path, flags: list[str], said
     assert said in ran.stderr
     assert "Traceback" not in ran.stderr
     assert len([line for line in ran.stderr.splitlines() if said in line]) == 1
+
+
+def test_the_log_is_json_where_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    before = logging.root.handlers, logging.root.level
+    try:
+        logging.root.handlers = []
+        logs.configure(EngineConfig(log_format="json", log_level="warning"))
+        logger = logging.getLogger("some.module")
+        logger.info("not serious enough")
+        try:
+            raise ValueError("no")
+        except ValueError:
+            logger.exception("it %s", "failed")
+    finally:
+        logging.root.handlers, logging.root.level = before
+    (line,) = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (line["level"], line["logger"], line["message"]) == ("error", "some.module", "it failed")
+    assert line["exception"].endswith("ValueError: no")
