@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from trainer_bridge.client import AsyncRolloutClient, RolloutClient, RolloutError
-from trainer_bridge.push.control import WeightPushError
+from trainer_bridge.push.control import DisplacedError, WeightPushError
 
 if TYPE_CHECKING:
     from trainer_bridge.push.sender import WeightSender
 
-__all__ = ["AsyncRolloutClient", "RolloutClient", "RolloutError", "WeightPushError", "WeightSender"]
+__all__ = ["AsyncRolloutClient", "DisplacedError", "RolloutClient", "RolloutError", "WeightPushError", "WeightSender"]
 
 
 def __getattr__(name: str) -> Any:

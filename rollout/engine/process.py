@@ -200,7 +200,7 @@ class EngineProcess:
         if error is None:
             self._answers.put(Reply(call_id, done.result()))
         elif isinstance(error, WeightUpdateError):
-            self._answers.put(Reply(call_id, error=CallError(error.status, str(error))))
+            self._answers.put(Reply(call_id, error=CallError(error.status, str(error), error.param)))
         else:
             logger.error("a weight call failed", exc_info=error)
             self._answers.put(Reply(call_id, error=CallError(500, f"{type(error).__name__}: {error}")))

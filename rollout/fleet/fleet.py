@@ -22,8 +22,9 @@ from rollout.fleet.errors import EngineError
 from rollout.fleet.joining import copy_weights, weights_to_give
 from rollout.fleet.router import Router
 from rollout.fleet.stream import PROMPT_DISCOUNT, RequestStream
-from rollout.fleet.weight_calls import WEIGHT_CALLS, WeightCalls, call_all, first
+from rollout.fleet.weight_calls import WeightCalls, call_all, first
 from rollout.messages import AddRequest, EngineReady, EngineState
+from rollout.weights.bodies import WEIGHT_CALLS
 
 logger = logging.getLogger(__name__)
 

@@ -8,22 +8,11 @@ from typing import Any
 
 from rollout.fleet.client import EngineClient
 from rollout.fleet.errors import EngineError
+from rollout.two_phase import TwoPhaseCommit
+from rollout.weights.ownership import with_ids
 
 Body = dict[str, Any]
 
-WEIGHT_CALLS = frozenset(
-    {
-        "init_weight_transfer_engine",
-        "start_weight_update",
-        "update_weights",
-        "finish_weight_update",
-        "abort_weight_update",
-        "update_weight_version",
-        "weight_info",
-        "shutdown_weight_transfer_engine",
-        "weight_checker",
-    }
-)
 # What one engine refuses, the others mostly refuse as well: they have this long to say so before they are told to stop.
 _GRACE_S = 0.5
 _UNDO_S = 30.0
@@ -74,6 +63,7 @@ class WeightCalls:
 
     async def call(self, method: str, params: Body, timeout_s: float) -> Body:
         """The answer of all as one. Raises EngineError; an update that fails on one rank is dropped on all."""
+        params = with_ids(method, params)
         handler = self._handlers.get(method)
         if handler is not None:
             return await handler(params, timeout_s)
@@ -122,7 +112,10 @@ class WeightCalls:
             return (await self._all(self._living(), "update_weights", params, timeout_s))[0]
         async with self.turn:  # a whole update in one call
             ready = await self._all(self._living(), "update_weights", {**params, "prepare": True}, timeout_s)
-            return ready[0] if params.get("prepare") is True else await self._commit({}, timeout_s)
+            if params.get("prepare") is True:
+                return ready[0]
+            answer = await self._commit({"update_id": params["update_id"]}, timeout_s)
+            return {"status": "ok"} | {key: answer[key] for key in answer if key not in ("message", "weight_version")}
 
     async def _finish(self, params: Body, timeout_s: float) -> Body:
         if len(ranks := self._living()) == 1:
@@ -130,25 +123,33 @@ class WeightCalls:
         ready = await self._all(ranks, "finish_weight_update", {**params, "prepare": True}, timeout_s)
         if params.get("prepare") is True:
             return ready[0]
-        label = {key: params[key] for key in ("weight_version",) if key in params}
+        label = {key: params[key] for key in ("weight_version", "owner", "update_id") if key in params}
         async with self.turn:
             return await self._commit(label, timeout_s)
 
-    async def _commit(self, label: Body, timeout_s: float) -> Body:
+    async def _commit(self, body: Body, timeout_s: float) -> Body:
         """All are ready. One that dies now, or fails as none should, comes back with what the others have committed."""
         async with self._flip:
             ranks = self._living()
-            asked = [rank.send_call("finish_weight_update", label, timeout_s=timeout_s) for rank in ranks]
+            change = TwoPhaseCommit(ranks)
+            for rank in ranks:
+                change.report(rank)  # each was prepared; one that died meanwhile lives no more
+            asked = [rank.send_call("finish_weight_update", body, timeout_s=timeout_s) for rank in ranks]
             outcomes = await asyncio.gather(*asked, return_exceptions=True)
-        committed = [outcome for outcome in outcomes if isinstance(outcome, dict)]
+        answers: list[Body] = []
         for rank, outcome in zip(ranks, outcomes, strict=True):
-            if not isinstance(outcome, BaseException):
-                continue
-            if not committed:
-                raise outcome
+            if isinstance(outcome, BaseException):
+                change.report(rank, outcome)
+            else:
+                change.report(rank)
+                answers.append(outcome)
+        if change.phase == "aborted":
+            assert change.error is not None
+            raise change.error
+        for rank in change.failed:
             if rank.error is None:
-                rank.fail(f"it did not commit with the others: {outcome}")
-        return committed[0]
+                rank.fail(f"it did not commit with the others: {change.error}")
+        return answers[0]
 
     async def _relabel(self, params: Body, timeout_s: float) -> Body:
         async with self.turn:
@@ -160,7 +161,8 @@ class WeightCalls:
         transfer = "none" if not self._joined else "joined" if self._joined == _incarnations(ranks) else "stale"
         shown = ("weight_version", "epoch", "state", "weights")
         each = [{"rank": r.rank} | {key: i[key] for key in shown if key in i} for r, i in infos.items()]
-        return first(infos) | {"transfer": transfer, "ranks": each}
+        committed = {key: epoch for i in infos.values() for key, epoch in i.get("committed_updates", {}).items()}
+        return first(infos) | {"committed_updates": committed, "transfer": transfer, "ranks": each}
 
     async def _check(self, params: Body, timeout_s: float) -> Body:
         answers = await call_all(self._living(), "weight_checker", params, timeout_s)
@@ -186,19 +188,21 @@ class WeightCalls:
         tasks = [asyncio.ensure_future(answer) for answer in asked]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         _, late = await asyncio.wait(tasks, timeout=_GRACE_S)
-        failed = [task for task in tasks if task not in late and task.exception() is not None]
-        if not failed:
+        change = TwoPhaseCommit(ranks)
+        for rank, task in zip(ranks, tasks, strict=True):
+            if task not in late:
+                change.report(rank, task.exception())
+        failure = change.error
+        if failure is None:
             return await asyncio.gather(*tasks)
-        # Where all have failed it came out of order, and leaves what is under way alone.
-        if len(failed) < len(ranks) and inits == self._inits:
-            undone = [rank.send_call(undo, timeout_s=_UNDO_S) for rank in ranks if rank.error is None]
+        if inits == self._inits:
+            ids = {key: bodies[0][key] for key in ("owner", "update_id") if key in bodies[0]}
+            undone = [rank.send_call(undo, ids, timeout_s=_UNDO_S) for rank in change.undo if rank.error is None]
             await asyncio.gather(*undone, return_exceptions=True)
         for task in late:
             task.cancel()
-        failure = failed[0].exception()
-        assert failure is not None
         if isinstance(failure, EngineError) and len(ranks) > 1:
-            rank = ranks[tasks.index(failed[0])]
+            rank = change.failed[0]
             raise EngineError(f"engine {rank.rank}: {failure}", status=failure.status, param=failure.param) from failure
         raise failure
 

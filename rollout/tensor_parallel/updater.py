@@ -6,12 +6,15 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from rollout.tensor_parallel.commands import CommitWeights, GatherWeights, WeightCall
 from rollout.tensor_parallel.team import Team
+from rollout.two_phase import TwoPhaseCommit
 from rollout.weights.bodies import InitBody, parse
 from rollout.weights.errors import WeightUpdateError
+from rollout.weights.ownership import with_ids
 from rollout.weights.receiver import Answer
 from rollout.weights.store import WeightStore
 from rollout.weights.updater import Commit, WeightUpdater
@@ -44,7 +47,7 @@ class TeamUpdater(WeightUpdater):
             if method == "weight_checker":
                 with self.gathering():
                     return _begun(super().call(method, params))
-            return self._call_all(method, params)
+            return self._call_all(method, with_ids(method, params))
         except WeightUpdateError as error:
             refused: Answer = Future()
             refused.set_exception(error)
@@ -68,30 +71,31 @@ class TeamUpdater(WeightUpdater):
             self._team.tell(CommitWeights())
         return commit
 
-    def give_up(self, method: str) -> None:
+    def give_up(self, method: str, ids: dict[str, Any]) -> None:
         """Have every rank drop what a call that failed on one of them has begun."""
         if method not in (_ABORT, _SHUTDOWN):
             undo = _SHUTDOWN if method == "init_weight_transfer_engine" else _ABORT
-            super().call(undo, {})
+            super().call(undo, ids)
             self._tell(undo)
 
-    def flip(self) -> Answer:
+    def commit_prepared(self, ids: dict[str, Any]) -> Answer:
         """Let the prepared update be committed before the next step."""
-        return super().call("finish_weight_update", {})
+        return super().call("finish_weight_update", ids)
 
     def _call_all(self, method: str, params: dict[str, Any]) -> Answer:
         commits = method == "finish_weight_update" or params.get("weight_dir") is not None
         asked = {**params, "prepare": True} if commits else params
         try:
             own = _begun(super().call(method, asked))
-        except WeightUpdateError:
-            if self._session is None:
+        except WeightUpdateError as error:
+            if self._update is None and error.param is None:
                 self._tell(_ABORT)
             raise
         if method == "start_weight_update":
             self._tell(_ABORT)  # an update that only they have left open is over
         others = self._team.ask(lambda rank, call_id: WeightCall(call_id, method, _params_of(method, asked, rank)))
-        return _Joint(self, method, [own, *others], commit=commits and not params.get("prepare")).answer
+        ids = {key: params[key] for key in ("owner", "update_id") if params.get(key) is not None}
+        return _Joint(self, method, ids, [own, *others], commit=commits and not params.get("prepare")).answer
 
     def _tell(self, method: str) -> None:
         self._team.ask(lambda rank, call_id: WeightCall(call_id, method, {}))
@@ -114,31 +118,31 @@ class _Joint:
     have, they come to an end first: an update that is dropped in the middle of its work spends the trainer's group.
     """
 
-    def __init__(self, updater: TeamUpdater, method: str, answers: list[Answer], *, commit: bool) -> None:
+    def __init__(
+        self, updater: TeamUpdater, method: str, ids: dict[str, Any], answers: list[Answer], *, commit: bool
+    ) -> None:
         self.answer: Answer = Future()
-        self._updater, self._method, self._commit = updater, method, commit
-        self._own, self._left = answers[0], len(answers)
-        self._error: BaseException | None = None
+        self._updater, self._method, self._ids, self._commit = updater, method, ids, commit
+        self._own = answers[0]
+        self._change = TwoPhaseCommit(range(len(answers)), patient=method == "finish_weight_update")
         self._lock = threading.Lock()
-        for answer in answers:
-            answer.add_done_callback(self._take)
+        for rank, answer in enumerate(answers):
+            answer.add_done_callback(partial(self._report, rank))
 
-    def _take(self, done: Answer) -> None:
-        error = done.exception()
+    def _report(self, rank: int, done: Answer) -> None:
         with self._lock:
-            self._left -= 1
-            last, first_error = not self._left, error is not None and self._error is None
-            self._error = self._error or error
-        if self._error is not None:
-            if last if self._method == "finish_weight_update" else first_error:
-                self._fail(self._error)
-        elif last and self._commit:
-            self._updater.flip().add_done_callback(self._pass_on)
-        elif last:
+            before, phase = self._change.phase, self._change.report(rank, done.exception())
+        if before != "preparing":
+            return
+        if phase == "aborted" and self._change.error is not None:
+            self._fail(self._change.error)
+        elif phase == "committing" and self._commit:
+            self._updater.commit_prepared(self._ids).add_done_callback(self._pass_on)
+        elif phase == "committing":
             self.answer.set_result(self._own.result())
 
     def _fail(self, error: BaseException) -> None:
-        self._updater.give_up(self._method)
+        self._updater.give_up(self._method, self._ids)
         self.answer.set_exception(error)
 
     def _pass_on(self, done: Answer) -> None:
@@ -156,8 +160,10 @@ def _begun(answer: Answer) -> Answer:
 
 
 def _params_of(method: str, params: dict[str, Any], rank: int) -> dict[str, Any]:
-    """What a follower gets where the leader has been called with `params`, and hasn't refused."""
+    """What a follower gets where the leader has been called with `params`, and hasn't refused: the leader alone knows
+    whose calls count."""
+    known = {key: value for key, value in params.items() if key not in ("owner", "update_id", "rejoin", "handed_out")}
     if method != "init_weight_transfer_engine":
-        return params
+        return known
     info = params["init_info"]
-    return {**params, "init_info": {**info, "rank_offset": info.get("rank_offset", 1) + rank, "force": True}}
+    return {**known, "init_info": {**info, "rank_offset": info.get("rank_offset", 1) + rank, "force": True}}

@@ -12,6 +12,20 @@ from rollout.weights.errors import WeightUpdateError
 T = TypeVar("T")
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 Label = Annotated[str, msgspec.Meta(max_length=1024)]
+Token = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+
+WEIGHT_CALLS = {
+    "init_weight_transfer_engine": 'Join the trainer\'s group: `{"init_info": {…}}`. Answers once both sides have met.',
+    "start_weight_update": "Open an update.",
+    "update_weights": 'Receive the parameters that `{"update_info": {…}}` names into staging.',
+    "finish_weight_update": "Check what was received, commit it at a step boundary, label it with `weight_version`.",
+    "abort_weight_update": "Drop the open update; the weights that serve stay.",
+    "shutdown_weight_transfer_engine": "Leave the trainer's group.",
+    "weight_checker": "Checksums of the stored weights, or their comparison with a `baseline`.",
+    "update_weight_version": "Relabel the weights that serve.",
+    "weight_info": "The label and epoch that serve, the state of the update, the last error.",
+}
+"""Every control call of weight updates, and what it does."""
 
 
 class InitInfo(msgspec.Struct):
@@ -49,16 +63,31 @@ class Announcement(msgspec.Struct):
     counts: list[int] | None = None
 
 
+class OwnedBody(msgspec.Struct):
+    """What every call of an update may carry: the token of its trainer, and the update that it belongs to."""
+
+    owner: Token | None = None
+    update_id: Token | None = None
+
+
 class InitBody(msgspec.Struct):
-    """/init_weight_transfer_engine."""
+    """/init_weight_transfer_engine. `owner`: the trainer's token, which each of its calls then has to carry.
+
+    `rejoin`: only where no other trainer has joined since this one did. `handed_out`: the server has made the token,
+    for a trainer that may not know of tokens.
+    """
 
     init_info: InitInfo
+    owner: Token | None = None
+    rejoin: bool = False
+    handed_out: bool = False
 
 
-class StartBody(msgspec.Struct):
+class StartBody(OwnedBody):
     """/start_weight_update. Both kinds of names are understood, whatever `is_checkpoint_format` says.
 
-    None stands for the server's own setting. `verify` announces checksums, which finish brings; `base_epoch` names the
+    None stands for the server's own setting. An `update_id` is then wanted of each call, unless the server made it
+    (`handed_out`). `verify` announces checksums, which finish brings; `base_epoch` names the
     weights that sparse changes apply to.
     """
 
@@ -68,9 +97,10 @@ class StartBody(msgspec.Struct):
     weight_staging: WeightStaging | None = None
     verify: bool = False
     base_epoch: int | None = None
+    handed_out: bool = False
 
 
-class UpdateBody(msgspec.Struct):
+class UpdateBody(OwnedBody):
     """/update_weights: the next tensors of an open update, or (`weight_dir`) a whole update in one call.
 
     That call commits, unless `prepare` leaves it to a finish.
@@ -79,9 +109,10 @@ class UpdateBody(msgspec.Struct):
     update_info: Announcement | None = None
     weight_dir: str | None = None
     prepare: bool = False
+    handed_out: bool = False
 
 
-class FinishBody(msgspec.Struct):
+class FinishBody(OwnedBody):
     """/finish_weight_update.
 
     `prepare` checks the update and holds it until the next finish commits it, so that several servers can commit

@@ -11,13 +11,15 @@ class WeightUpdateError(Exception):
     """A refused or failed call: the HTTP status to answer with, and a sentence with the value and the remedy.
 
     400: the body, or what it names, is wrong. 409: the call comes out of order. 503: the sender was lost or stalled.
-    500: a fault of our own.
+    500: a fault of our own. `param` names the field of the body that it is about, where it is one: "owner" means that
+    the transfer belongs to another trainer.
     """
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
+        self.param = param
 
 
 class AbandonedError(Exception):

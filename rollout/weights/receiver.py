@@ -1,80 +1,238 @@
-"""One update: what it has received so far, and the work that the thread of its trainer's connection does for it."""
+"""The connection to one trainer, from its init_weight_transfer_engine to the next one or a shutdown."""
 
 from __future__ import annotations
 
-import time
+import functools
+import logging
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from rollout.weights.bodies import Announcement, StartBody
-from rollout.weights.errors import AbandonedError, WeightUpdateError
-from rollout.weights.link import Link
-from rollout.weights.staging import Staging
-from rollout.weights.store import WeightStore
+import torch
+
+from rollout.weights.bodies import InitInfo
+from rollout.weights.errors import WeightUpdateError, as_update_error
+from rollout.weights.transport import Transport
+from rollout.weights.transport.broadcast import BroadcastTransport
+from rollout.weights.transport.disk import DiskTransport
+
+logger = logging.getLogger(__name__)
 
 Answer = Future[dict[str, Any]]
+"""Of a control call: its JSON body, or a WeightUpdateError."""
+LONGEST_TIMEOUT_S = 3600.0
+"""Most that a trainer may ask for: what it leaves behind holds a thread, and memory, for so long."""
+
+MOST_RECEIVERS = 8
+"""Connections at once whose threads run: a join, or a receive, may outlast the trainer that it waits for."""
 
 
-class Update:
-    """One update, from start to commit or abort.
+class Receiver:
+    """A transport, and the one thread that may block in it.
 
-    `answer` is the call that a trainer waits for; `busy` while the link's thread may use the buffers; `over` once it
-    was committed or dropped. `staging` is given for an update in place, and else made when something comes.
+    `expire` is called on that thread while it waits for the trainer's next call. `lock` is the updater's, under which
+    the thread changes what its calls read. `spent` says why no update can come over this connection any more.
     """
 
     def __init__(
-        self, store: WeightStore, link: Link, body: StartBody, staging: Staging | None, *, single_call: bool = False
+        self, transport: Transport, timeout_s: float, expire: Callable[[Receiver], None], lock: threading.RLock
     ) -> None:
-        self.store, self.link, self.body, self.staging = store, link, body, staging
-        self.single_call = single_call
-        self.label: str | None = None
-        self.answer: Answer | None = None
-        self.busy = self.over = False
-        self.nbytes = 0
-        self.started = self.touched = time.monotonic()
+        self.transport, self.timeout_s = transport, timeout_s
+        self.joined = self.stopped = False
+        self.spent: str | None = None
+        self._expire, self._lock = expire, lock
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"weights-{transport.name}", daemon=True)
+        self._thread.start()
 
-    def touch(self, nbytes: int = 0) -> None:
-        """A sign of life; raises AbandonedError, to end the job at hand, if the update is over."""
-        if self.over:
-            raise AbandonedError
-        self.nbytes += nbytes
-        self.touched = time.monotonic()
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs: after `stop`, until the job at hand has ended."""
+        return self._thread.is_alive()
 
-    def reply(self, result: dict[str, Any]) -> None:
-        """Answer the call that waits."""
-        answer, self.answer = self.answer, None
-        if answer is not None:
-            answer.set_result(result)
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run `job` after those submitted before."""
+        self._jobs.put(job)
 
-    def receive(self, info: Announcement) -> None:
-        """Receive what is announced into staging, and check it where that is all of the update.
+    def join(
+        self, answer: Answer, result: dict[str, Any], on_device: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Meet the trainer, on the thread; `answer` gets `result`, or what went wrong."""
+        self.submit(lambda: self._join(answer, result, on_device))
+        # The store's handshake and the group's each keep to the timeout, unless whoever listens there never speaks.
+        deadline = threading.Timer(2 * self.timeout_s + 1, self._give_up_joining, (answer,))
+        deadline.daemon = True
+        deadline.start()
+        answer.add_done_callback(lambda _: deadline.cancel())
 
-        After a failure the trainer's group can't be used again.
-        """
-        transport = self.link.transport
+    def _join(
+        self, answer: Answer, result: dict[str, Any], on_device: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        failure: WeightUpdateError | None = None
         try:
-            if info.counts is not None and self.body.base_epoch is None:
-                raise WeightUpdateError(400, 'counts need an update that was started with {"base_epoch": <epoch>}')
-            if self.staging is None:
-                self.staging = self.store.stage(verify=self.body.verify)
-            info = transport.describe(info)
-            plan = self.staging.resolve(info.names, info.dtype_names, info.shapes, info.counts)
-            transport.receive(info, plan, self.staging, self.touch)
+            with on_device():
+                self.transport.connect()
         except Exception as error:
-            self.link.spend(str(error) or type(error).__name__)
-            raise
-        if self.single_call:
-            self.check(None)
+            failure = as_update_error(error)
+        with self._lock:
+            if failure is None and self.stopped:
+                failure = WeightUpdateError(409, "the transfer was shut down or taken over while joining")
+            if failure is not None:
+                self.stop()
+            self.joined = failure is None
+            if answer.done():
+                return
+            if failure is not None:
+                answer.set_exception(failure)
+            else:
+                answer.set_result(result)
 
-    def check(self, checksums: dict[str, str] | None) -> None:
-        """Raise WeightUpdateError 400 unless what was received is whole, finite, and what the checksums say."""
-        assert self.staging is not None
-        self.staging.check(partial=self.body.partial, progress=self.touch, checksums=checksums)
+    def _give_up_joining(self, answer: Answer) -> None:
+        with self._lock:
+            if answer.done():
+                return
+            self.stop()
+            answer.set_exception(
+                WeightUpdateError(
+                    503,
+                    f"no trainer's store answered within 2 · {self.timeout_s:g} s at the address in init_info: "
+                    "is it the trainer's, and is the port its own?",
+                )
+            )
 
-    def figures(self) -> dict[str, Any]:
-        """What /weight_info says of it: bytes received, seconds since its start, and the transport."""
-        return {
-            "bytes": self.nbytes,
-            "seconds": round(time.monotonic() - self.started, 3),
-            "transport": self.link.transport.name,
-        }
+    def spend(self, reason: str) -> None:
+        """Give the group up after a failure that may have left values in flight: they'd be taken for the next update's.
+
+        Closing it also ends a broadcast that the trainer is stuck in.
+        """
+        if self.transport.spent_by_failure and self.spent is None:
+            self.spent = reason
+            self._end()
+
+    def stop(self) -> None:
+        """Leave the trainer's group, once the job at hand returns."""
+        self.stopped = True
+        self._end()
+
+    def _end(self) -> None:
+        self.transport.interrupt()
+        self._jobs.put(None)
+
+    def _run(self) -> None:
+        tick = min(5.0, self.timeout_s / 4)
+        while True:
+            try:
+                job = self._jobs.get(timeout=tick)
+            except queue.Empty:
+                self._expire(self)
+                continue
+            if job is None:
+                break
+            job()
+            del job  # it holds the update's buffers
+        try:
+            self.transport.close()
+        except Exception:
+            logger.exception("closing the %s transport failed", self.transport.name)
+
+
+class TrainerConnection:
+    """The receiver of the trainer that joined last, and those before it whose threads have not ended yet.
+
+    `timeout_s` holds for trainers that don't say their own.
+    """
+
+    def __init__(
+        self, timeout_s: float, device: torch.device, expire: Callable[[Receiver], None], lock: threading.RLock
+    ) -> None:
+        self._timeout_s, self._device = timeout_s, device
+        self._expire, self._lock = expire, lock
+        self._receiver: Receiver | None = None
+        self._all: list[Receiver] = []
+
+    def transport_for(self, info: InitInfo) -> tuple[Transport, float]:
+        """The transport that a trainer asks for, and its timeout in seconds. Raises WeightUpdateError 400."""
+        timeout_s = self._timeout_s if info.timeout_s is None else info.timeout_s
+        longest = max(LONGEST_TIMEOUT_S, self._timeout_s)
+        if not (math.isfinite(timeout_s) and 0 < timeout_s <= longest):
+            raise WeightUpdateError(
+                400, f"init_info.timeout_s must be a positive number of seconds, at most {longest:g}, got {timeout_s}"
+            )
+        if info.backend == "disk":
+            return DiskTransport(), timeout_s
+        return BroadcastTransport(info, timeout_s, self._device), timeout_s
+
+    def check_room(self) -> None:
+        """Raise WeightUpdateError 503 where too many trainers that nobody waits for still hold threads."""
+        self._all = [receiver for receiver in self._all if receiver.alive]
+        if len(self._all) >= MOST_RECEIVERS:
+            raise WeightUpdateError(
+                503,
+                f"{len(self._all)} connections to trainers have not ended yet: their joins or receives wait for "
+                "trainers that may be gone, each until its timeout. Try again then",
+            )
+
+    def new_receiver(self, transport: Transport, timeout_s: float) -> Receiver:
+        """A receiver, within the bound. Raises as `check_room`."""
+        self.check_room()
+        receiver = Receiver(transport, timeout_s, self._expire, self._lock)
+        self._all.append(receiver)
+        return receiver
+
+    def join(
+        self,
+        transport: Transport,
+        timeout_s: float,
+        answer: Answer,
+        result: dict[str, Any],
+        on_device: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Leave the trainer of before and meet this one; `answer` gets `result`, or what went wrong."""
+        self.leave()
+        self._receiver = self.new_receiver(transport, timeout_s)
+        self._receiver.join(answer, result, on_device)
+
+    def receiver(self) -> Receiver:
+        """The receiver, where an update can come over it. Raises WeightUpdateError otherwise."""
+        receiver = self._receiver
+        if receiver is None or receiver.stopped:
+            raise WeightUpdateError(400, "no weight transfer is configured: call init_weight_transfer_engine first")
+        if not receiver.joined:
+            raise WeightUpdateError(
+                409, "init_weight_transfer_engine is still joining the trainer: wait for its answer"
+            )
+        if receiver.spent is not None:
+            raise WeightUpdateError(
+                409,
+                f"the last update left its group unusable ({receiver.spent}): "
+                "call init_weight_transfer_engine again with a fresh group",
+            )
+        return receiver
+
+    def leave(self) -> None:
+        """Leave the trainer's group."""
+        if self._receiver is not None:
+            self._receiver.stop()
+            self._receiver = None
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """On CUDA, work on a stream of its own, behind the kernels that still read what is now staging, to its end."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = _side_stream(device)
+    stream.wait_stream(torch.cuda.default_stream(device))
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
+        stream.synchronize()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

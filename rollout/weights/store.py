@@ -11,12 +11,17 @@ import torch
 
 from rollout.config import WeightStaging
 from rollout.model.parameters import ModelParameters, ParameterSet
+from rollout.weights.bodies import StartBody
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.naming import NameMap, Target
 from rollout.weights.staging import Staging, digest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+
+MOST_ABANDONED = 1
+"""Sets of parameters that dropped updates may hold, beside the one that serves and the one for the next update."""
 
 
 class WeightStore:
@@ -51,6 +56,7 @@ class WeightStore:
         self.on_unread: Callable[[], None] = lambda: None
         """Called, on any thread, when a reader of the live set has ended: a commit may have waited for it."""
         self._spare: ParameterSet | None = None
+        self._lent: list[ParameterSet] = []
         self._readers = 0
         self._lock = threading.Lock()
         self._unread = threading.Condition(self._lock)
@@ -58,9 +64,12 @@ class WeightStore:
     def stage(self, *, in_place: bool = False, verify: bool = False) -> Staging:
         """The buffers of one update. The caller owns them until `commit` or `release`.
 
-        Raises WeightUpdateError 409 where the live set can't be given away because its checksums are being computed.
+        Raises WeightUpdateError 409 where the live set can't be given away because its checksums are being computed,
+        and 503 as `check_room`.
         """
         parameters = self.parameters
+        if not in_place:
+            self.check_room()
         with self._lock:
             heals = not self.valid
             if in_place:
@@ -73,6 +82,8 @@ class WeightStore:
         elif into is None:
             into = parameters.new_set()
         into.packed = []
+        if not in_place:
+            self._lent.append(into)
         return Staging(
             self.names,
             into,
@@ -84,10 +95,47 @@ class WeightStore:
             allow_partial=self.allow_partial,
         )
 
+    def admit(self, body: StartBody, paused: bool) -> Staging | None:
+        """Refuse an update that can't begin on what serves now; the live set, where it is received in place.
+
+        Raises WeightUpdateError: 409 where it doesn't fit what serves, 400 where it can't be had of a sharded model.
+        """
+        if body.base_epoch is not None and body.base_epoch != self.epoch:
+            raise WeightUpdateError(
+                409, f"the changes are against epoch {body.base_epoch}, epoch {self.epoch} serves: push it whole"
+            )
+        if not self.valid and (body.partial or body.base_epoch is not None):
+            raise WeightUpdateError(409, "the weights are invalid (weight_info says since when): push them whole")
+        if self.names.shares and (body.base_epoch is not None or body.weight_staging == "in_place"):
+            asked = "sparse changes (base_epoch)" if body.base_epoch is not None else "an update in place"
+            raise WeightUpdateError(
+                400, f"{asked} can't be had with tensor_parallel_size > 1: push it whole and staged"
+            )
+        if (body.weight_staging or self.weight_staging) == "full":
+            self.check_room()
+            return None
+        if not paused:
+            raise WeightUpdateError(
+                409,
+                "an update in place overwrites the weights that serve: POST /pause?mode=keep first and /resume after "
+                'it, or start it with {"weight_staging": "full"}',
+            )
+        return self.stage(in_place=True, verify=body.verify)
+
+    def check_room(self) -> None:
+        """Raise WeightUpdateError 503 where dropped updates still hold two sets, which their trainers may write to."""
+        if len(self._lent) > MOST_ABANDONED:
+            raise WeightUpdateError(
+                503,
+                f"{len(self._lent)} sets of weights are held by updates that were dropped while their trainers sent: "
+                "each is freed when its receive times out, or its trainer ends. Try again then",
+            )
+
     def release(self, staging: Staging) -> None:
         """Take the buffers of a dropped update back. Only once nothing can write into them any more."""
         with self._lock:
             if not staging.in_place:
+                self._lent.remove(staging.into)
                 self._spare = staging.into
             elif not staging.written:
                 self.valid = not staging.heals
@@ -105,11 +153,18 @@ class WeightStore:
             if not self._unread.wait_for(lambda: self.can_commit(staging), timeout_s):
                 raise TimeoutError("the weights that serve are being read, and a commit would overwrite them")
             free = self.parameters.commit(staging.into)
+            if not staging.in_place:
+                self._lent.remove(staging.into)
             # A checksum under way may still read the set that was flipped away: it is freed once nobody does.
             self._spare = None if self._readers else free
             self.epoch += 1
             self.label = self.label if label is None else label
             self.valid = True
+
+    @property
+    def validity(self) -> str:
+        """`valid`, or `invalid` until an update completes."""
+        return "valid" if self.valid else "invalid"
 
     @contextmanager
     def snapshot(self) -> Iterator[dict[str, torch.Tensor]]:

@@ -9,12 +9,11 @@ its start to a commit the weights are invalid and nothing is generated.)
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -23,24 +22,25 @@ import torch
 
 from rollout.config import KVPolicy
 from rollout.weights.bodies import (
+    WEIGHT_CALLS,
     Announcement,
     CheckerBody,
     FinishBody,
     InitBody,
+    OwnedBody,
     StartBody,
     UpdateBody,
     VersionBody,
     parse,
 )
-from rollout.weights.connection import Connection
+from rollout.weights.checker import start_check
 from rollout.weights.errors import AbandonedError, WeightUpdateError, as_update_error
-from rollout.weights.link import Link, on_device
-from rollout.weights.receiver import Answer, Update
-from rollout.weights.staging import Staging
+from rollout.weights.ownership import Ownership, with_ids
+from rollout.weights.receiver import Answer, Receiver, TrainerConnection, on_device
 from rollout.weights.store import WeightStore
 from rollout.weights.transport.disk import DiskTransport
-
-logger = logging.getLogger(__name__)
+from rollout.weights.update import Update
+from rollout.weights.update_log import UpdateLog
 
 State = Literal["idle", "open", "receiving", "ready", "committed", "aborted"]
 
@@ -57,11 +57,10 @@ class Commit:
 class WeightUpdater:
     """The state machine, for one engine. Thread-safe.
 
-    `timeout_s` bounds every single wait (a join, a broadcast, a pause between two calls of an open session), unless the
+    `timeout_s` bounds every single wait (a join, a broadcast, a pause between two calls of an open update), unless the
     trainer's `init_info.timeout_s` says otherwise. An update makes progress while its last sign of life is younger than
     `progress_s`. `wake` is called, on any thread, when a commit waits for the engine; `info` adds weight_info fields;
     `paused` tells, on the engine's thread, whether it is paused (calls that may start an in-place update come on it).
-    `totals` counts the updates that were committed and aborted, with their bytes and seconds.
     """
 
     def __init__(
@@ -78,31 +77,24 @@ class WeightUpdater:
         self._store = store
         self._timeout_s = timeout_s
         self._progress_s = progress_s
-        self._device = torch.device(device)
-        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._on_device = partial(on_device, self._device, stream)
+        self._on_device = partial(on_device, torch.device(device))
         self._wake, self._info, self._paused = wake, info, paused
         store.on_unread = wake
         self._lock = threading.RLock()
-        self._connection = Connection(timeout_s, self._device, self._on_device, self._expire, self._lock)
-        self._session: Update | None = None
+        self._ownership = Ownership()
+        self._trainer = TrainerConnection(timeout_s, torch.device(device), self._expire, self._lock)
+        self._update: Update | None = None
         self._ready: Update | None = None
         self._state: State = "idle"
-        self._last: dict[str, Any] = {"last_error": None, "bytes": 0, "seconds": 0.0, "transport": None}
-        self.totals: dict[str, dict[str, float]] = {
-            result: {"updates": 0, "bytes": 0, "seconds": 0.0} for result in ("committed", "aborted")
-        }
+        self._log = UpdateLog()
         self._methods: dict[str, Callable[[dict[str, Any], Answer], None]] = {
-            "init_weight_transfer_engine": self._init,
-            "start_weight_update": self._start,
-            "update_weights": self._update,
-            "finish_weight_update": self._finish,
-            "abort_weight_update": self._abort_call,
-            "update_weight_version": self._relabel,
-            "weight_info": self._weight_info,
-            "shutdown_weight_transfer_engine": self._shutdown,
-            "weight_checker": self._checker,
+            name: getattr(self, f"_call_{name}") for name in WEIGHT_CALLS
         }
+
+    @property
+    def totals(self) -> dict[str, dict[str, float]]:
+        """How many updates were committed and aborted, with their bytes and seconds."""
+        return self._log.totals
 
     @property
     def methods(self) -> frozenset[str]:
@@ -114,7 +106,7 @@ class WeightUpdater:
         answer: Answer = Future()
         try:
             with self._lock:
-                self._methods[method](params, answer)
+                self._methods[method](with_ids(method, params), answer)
         except Exception as error:
             answer.set_exception(as_update_error(error))
         return answer
@@ -127,24 +119,24 @@ class WeightUpdater:
         if self._ready is None:
             return None
         with self._lock:
-            session = self._ready
-            if session is None or session.staging is None:
+            update = self._ready
+            if update is None or update.staging is None:
                 return None
-            if not timeout_s and not self._store.can_commit(session.staging):
+            if not timeout_s and not self._store.can_commit(update.staging):
                 return None
-            self._store.commit(session.staging, session.label, timeout_s=timeout_s)
-            self._ready = self._session = None
+            self._store.commit(update.staging, update.label, timeout_s=timeout_s)
+            self._ready = self._update = None
             self._state = "committed"
-            self._record(session, None)
-            self._retire(session)
-            commit = Commit(self._store.epoch, self._store.label, session.body.kv_policy)
-            answer, session.answer = session.answer, None
+            self._log.record(update, None, self._state, self._store)
+            self._retire(update)
+            commit = Commit(self._store.epoch, self._store.label, update.body.kv_policy)
+            answer, update.answer = update.answer, None
         if answer is not None:
-            answer.set_result(
-                {"status": "ok"}
-                if session.single_call
-                else {"message": "Weight update committed", "weight_version": commit.label, "epoch": commit.epoch}
-            )
+            done = {"epoch": commit.epoch, "update_id": update.id, "bytes": update.nbytes}
+            if update.single_call:
+                answer.set_result({"status": "ok"} | done)
+            else:
+                answer.set_result({"message": "Weight update committed", "weight_version": commit.label} | done)
         return commit
 
     @contextmanager
@@ -154,279 +146,263 @@ class WeightUpdater:
 
     def close(self) -> None:
         """Abort what is under way and leave the trainer's group; the engine is going down."""
-        self.call("shutdown_weight_transfer_engine", {})
+        with self._lock:
+            self._shut_down()
 
     # Calls. Each runs under the lock and either resolves `answer`, hands it to a job, or raises WeightUpdateError.
 
-    def _init(self, params: dict[str, Any], answer: Answer) -> None:
-        info = parse(params, InitBody).init_info
-        transport, timeout_s = self._connection.transport_for(info)
-        session = self._session
-        if session is not None:
-            quiet = time.monotonic() - session.touched
-            if quiet < self._progress_s and not info.force:
-                raise WeightUpdateError(
-                    409,
-                    f"another trainer's update is {self._state} and showed progress {quiet:.1f} s ago; wait for it to "
-                    f"end, or for {self._progress_s:g} s without progress, or take over with "
-                    'init_info {"force": true}',
-                )
-            self._abort(session, WeightUpdateError(503, "another trainer took over the weight transfer"))
-        self._connection.join(transport, timeout_s, answer)
+    def _call_init_weight_transfer_engine(self, params: dict[str, Any], answer: Answer) -> None:
+        body = parse(params, InitBody)
+        info, update = body.init_info, self._update
+        transport, timeout_s = self._trainer.transport_for(info)
+        self._trainer.check_room()
+        self._ownership.check_rejoin(body)
+        own = self._ownership.owns(body.owner)
+        if (left := self._takeover_s) > 0 and not (info.force or own):
+            raise WeightUpdateError(
+                409,
+                f"another trainer's update is {self._state} and showed progress {self._progress_s - left:.1f} s ago; "
+                f"wait for it to end, or for {self._progress_s:g} s without progress, or take over with "
+                'init_info {"force": true}',
+                param="force",
+            )
+        self._ownership.take(body)
+        if update is not None:
+            again = WeightUpdateError(503, "its trainer has joined again")
+            self._abort(update, again if own else self._ownership.displaced("the update"))
+        result = {"message": f"Weight transfer initialized ({transport.name})", "owner": body.owner}
+        self._trainer.join(transport, timeout_s, answer, result, self._on_device)
 
-    def _start(self, params: dict[str, Any], answer: Answer) -> None:
+    def _call_start_weight_update(self, params: dict[str, Any], answer: Answer) -> None:
         body = parse(params, StartBody)
+        self._ownership.check("start_weight_update", body.owner)
         self._refuse_second()
-        link = self._connection.usable()
-        self._open(Update(self._store, link, body, self._admit(body)))
-        answer.set_result({"message": "Weight update started", "epoch": self._store.epoch})
+        receiver = self._trainer.receiver()
+        self._open(Update(self._store, receiver, body, self._store.admit(body, self._paused())))
+        answer.set_result({"message": "Weight update started", "epoch": self._store.epoch, "update_id": body.update_id})
 
-    def _update(self, params: dict[str, Any], answer: Answer) -> None:
+    def _call_update_weights(self, params: dict[str, Any], answer: Answer) -> None:
         try:
             body = parse(params, UpdateBody)
             if body.update_info is None and body.weight_dir is None:
                 raise WeightUpdateError(400, "update_weights needs update_info (or weight_dir)")
-            if body.weight_dir is None and self._state == "ready":
-                raise WeightUpdateError(409, "update_weights in state ready: the update was already checked")
         except WeightUpdateError as error:
-            # The trainer's broadcasts may be on their way.
-            if self._session is not None and self._session.answer is None:
-                self._session.link.spend(error.message)
-                self._abort(self._session, error)
+            self._spoil(error, params.get("owner"))
             raise
         if body.weight_dir is not None:
-            self._refuse_second()
-            staging = self._admit(StartBody())
-            link = Link(DiskTransport(), self._timeout_s, self._expire)
-            session = Update(self._store, link, StartBody(), staging, single_call=True)
-            self._open(session)
+            update = self._open_single_call(body)
             info = Announcement(path=body.weight_dir)
         else:
-            if self._session is None:
-                # What the trainer broadcasts now would be taken for the next update's values.
-                self._connection.usable().spend(f"update_weights came in state {self._state}")
-            session = self._active("update_weights")
             assert body.update_info is not None
+            update = self._announced(body)
             info = body.update_info
         self._state = "receiving"
         done = self._received
-        if session.single_call:
+        if update.single_call:
             done = self._prepared if body.prepare else self._make_ready
-        self._submit(session, answer, lambda: session.receive(info), done)
+        self._submit(update, answer, lambda: update.receive(info), done)
 
-    def _received(self, session: Update) -> None:
-        session.reply({"message": "Weights received"})
+    def _announced(self, body: UpdateBody) -> Update:
+        """The update that an announcement belongs to. The trainer's broadcasts may be on their way already."""
+        self._ownership.check("update_weights", body.owner)
+        if self._update is None:
+            # What the trainer broadcasts now would be taken for the next update's values.
+            self._trainer.receiver().spend(f"update_weights came in state {self._state}")
+        update = self._active("update_weights", body)
+        if self._state == "ready":
+            error = WeightUpdateError(409, "update_weights in state ready: the update was already checked")
+            self._spoil(error, body.owner)
+            raise error
+        return update
 
-    def _finish(self, params: dict[str, Any], answer: Answer) -> None:
+    def _spoil(self, error: WeightUpdateError, owner: object) -> None:
+        """Give up the update that a call out of order, of its own trainer, belongs to."""
+        self._ownership.check("update_weights", owner if isinstance(owner, str) else None)
+        if self._update is not None and self._update.answer is None:
+            self._update.receiver.spend(error.message)
+            self._abort(self._update, error)
+
+    def _open_single_call(self, body: UpdateBody) -> Update:
+        self._refuse_second()
+        start = StartBody(update_id=body.update_id, handed_out=body.handed_out)
+        staging = self._store.admit(start, self._paused())
+        receiver = self._trainer.new_receiver(DiskTransport(), self._timeout_s)
+        update = Update(self._store, receiver, start, staging, single_call=True)
+        self._open(update)
+        return update
+
+    def _received(self, update: Update) -> None:
+        update.reply({"message": "Weights received"})
+
+    def _call_finish_weight_update(self, params: dict[str, Any], answer: Answer) -> None:
         body = parse(params, FinishBody)
-        if self._session is None:
-            self._connection.usable()
-        session = self._active("finish_weight_update")
+        if self._update is None or not self._update.single_call:
+            self._ownership.check("finish_weight_update", body.owner)
+        if self._update is None:
+            self._trainer.receiver()
+        update = self._active("finish_weight_update", body)
         if self._state == "open":
             raise WeightUpdateError(409, "the update is open and has received nothing: call update_weights first")
         if body.weight_version is not None:
-            session.label = body.weight_version
+            update.label = body.weight_version
+        done = self._prepared if body.prepare else self._make_ready
         if self._state == "ready":
-            session.answer = answer
-            (self._prepared if body.prepare else self._make_ready)(session)
+            update.answer = answer
+            done(update)
             return
-        if session.body.verify != (body.checksums is not None):
+        if update.body.verify != (body.checksums is not None):
             raise WeightUpdateError(
                 400,
                 "the update was started with verify: finish it with its checksums"
-                if session.body.verify
+                if update.body.verify
                 else 'checksums need an update that was started with {"verify": true}',
             )
-        done = self._prepared if body.prepare else self._make_ready
-        self._submit(session, answer, lambda: session.check(body.checksums), done)
+        self._submit(update, answer, lambda: update.check(body.checksums), done)
 
-    def _prepared(self, session: Update) -> None:
-        session.touch()
+    def _prepared(self, update: Update) -> None:
+        update.touch()
         self._state = "ready"
-        session.reply({"message": "Weight update prepared: finish_weight_update commits it"})
+        update.reply({"message": "Weight update prepared: finish_weight_update commits it", "update_id": update.id})
 
-    def _make_ready(self, session: Update) -> None:
-        session.touch()
-        self._state, self._ready = "ready", session
+    def _make_ready(self, update: Update) -> None:
+        update.touch()
+        self._state, self._ready = "ready", update
         self._wake()
 
-    def _abort_call(self, params: dict[str, Any], answer: Answer) -> None:
-        if self._session is None:
+    def _call_abort_weight_update(self, params: dict[str, Any], answer: Answer) -> None:
+        body = parse(params, OwnedBody)
+        if self._update is None:
             raise WeightUpdateError(409, f"no update is open (state {self._state}): there is nothing to abort")
-        self._abort(self._session, WeightUpdateError(503, "the update was aborted by abort_weight_update"))
+        if not self._update.single_call:
+            self._ownership.check("abort_weight_update", body.owner)
+        self._update.check_id("abort_weight_update", body.update_id)
+        self._abort(self._update, WeightUpdateError(503, "the update was aborted by abort_weight_update"))
         answer.set_result({"message": "Weight update aborted"})
 
-    def _relabel(self, params: dict[str, Any], answer: Answer) -> None:
+    def _call_update_weight_version(self, params: dict[str, Any], answer: Answer) -> None:
         version = parse(params, VersionBody).new_version
         self._store.label = version
         answer.set_result({"success": True, "new_version": version})
 
-    def _weight_info(self, params: dict[str, Any], answer: Answer) -> None:
+    def _call_weight_info(self, params: dict[str, Any], answer: Answer) -> None:
         now: dict[str, Any] = {
             "weight_version": self._store.label,
             "epoch": self._store.epoch,
             "state": self._state,
-            "weights": self._validity,
-            **self._last,
+            "weights": self._store.validity,
+            "update_id": None,
+            "takeover_s": round(self._takeover_s, 3),
+            "committed_updates": dict(self._log.committed),
+            **self._log.last,
         }
-        if self._session is not None:
-            now |= self._session.figures()
+        if self._update is not None:
+            now |= {"update_id": self._update.id, **self._update.figures()}
         answer.set_result(now | self._info())
 
-    def _shutdown(self, params: dict[str, Any], answer: Answer) -> None:
-        if self._session is not None:
-            self._abort(self._session, WeightUpdateError(503, "the weight transfer engine was shut down"))
-        self._connection.drop()
-        self._state = "idle"
+    def _call_shutdown_weight_transfer_engine(self, params: dict[str, Any], answer: Answer) -> None:
+        self._ownership.check("shutdown_weight_transfer_engine", parse(params, OwnedBody).owner)
+        self._shut_down()
         answer.set_result({"message": "Weight transfer engine shut down"})
 
-    def _checker(self, params: dict[str, Any], answer: Answer) -> None:
-        body = parse(params, CheckerBody)
-        if body.action == "compare" and body.baseline is None:
-            raise WeightUpdateError(400, "weight_checker's action 'compare' needs a baseline: {name: sha256}")
+    def _shut_down(self) -> None:
+        if self._update is not None:
+            self._abort(self._update, WeightUpdateError(503, "the weight transfer engine was shut down"))
+        self._trainer.leave()
+        self._ownership.release()
+        self._state = "idle"
 
-        pinned = ExitStack()
-        tensors = pinned.enter_context(self._store.snapshot())  # now: no commit may come between two ranks' calls
-
-        def check() -> None:
-            try:
-                with pinned, self._on_device():
-                    sums = self._store.digest(tensors)
-            except Exception as error:
-                answer.set_exception(as_update_error(error))
-                return
-            baseline = body.baseline or {}
-            differing = sorted(n for n in sums.keys() | baseline.keys() if sums.get(n) != baseline.get(n))
-            compared = {"match": not differing, "mismatches": differing}
-            answer.set_result(compared if body.action == "compare" else {"checksums": sums})
-
-        threading.Thread(target=check, name="weights-checker", daemon=True).start()
+    def _call_weight_checker(self, params: dict[str, Any], answer: Answer) -> None:
+        start_check(self._store, parse(params, CheckerBody), answer, self._on_device)
 
     # Order.
 
+    @property
+    def _takeover_s(self) -> float:
+        """For how long the open update counts as alive, unless it shows progress: a takeover needs force till then."""
+        if self._update is None or self._update.receiver.transport.gone():
+            return 0.0
+        return max(0.0, self._progress_s - (time.monotonic() - self._update.touched))
+
     def _refuse_second(self) -> None:
-        if self._session is not None:
+        if self._update is not None:
             raise WeightUpdateError(
                 409, f"an update is already {self._state}: finish_weight_update or abort_weight_update it first"
             )
 
-    def _active(self, method: str) -> Update:
-        if self._session is None:
+    def _active(self, method: str, body: OwnedBody) -> Update:
+        if self._update is None:
             raise WeightUpdateError(409, f"{method} in state {self._state}: call start_weight_update first")
-        if self._session.answer is not None:
+        self._update.check_id(method, body.update_id)
+        if self._update.answer is not None:
             doing = "committing" if self._state == "ready" else "still answering an earlier call"
             raise WeightUpdateError(409, f"{method} in state {self._state}: the update is {doing}; wait for its answer")
-        return self._session
+        return self._update
 
-    def _admit(self, body: StartBody) -> Staging | None:
-        """Refuse an update that can't begin on what serves now; the live set, where it is received in place."""
-        if body.base_epoch is not None and body.base_epoch != self._store.epoch:
-            raise WeightUpdateError(
-                409, f"the changes are against epoch {body.base_epoch}, epoch {self._store.epoch} serves: push it whole"
-            )
-        if not self._store.valid and (body.partial or body.base_epoch is not None):
-            raise WeightUpdateError(409, "the weights are invalid (weight_info says since when): push them whole")
-        if self._store.names.shares and (body.base_epoch is not None or body.weight_staging == "in_place"):
-            asked = "sparse changes (base_epoch)" if body.base_epoch is not None else "an update in place"
-            raise WeightUpdateError(
-                400, f"{asked} can't be had with tensor_parallel_size > 1: push it whole and staged"
-            )
-        if (body.weight_staging or self._store.weight_staging) == "full":
-            return None
-        if not self._paused():
-            raise WeightUpdateError(
-                409,
-                "an update in place overwrites the weights that serve: POST /pause?mode=keep first and /resume after "
-                'it, or start it with {"weight_staging": "full"}',
-            )
-        return self._store.stage(in_place=True, verify=body.verify)
+    def _open(self, update: Update) -> None:
+        self._update, self._state = update, "open"
 
-    def _open(self, session: Update) -> None:
-        self._session, self._state = session, "open"
-
-    # Jobs, on the link's thread.
+    # Jobs, on the receiver's thread.
 
     def _submit(
-        self, session: Update, answer: Answer, work: Callable[[], object], done: Callable[[Update], None]
+        self, update: Update, answer: Answer, work: Callable[[], object], done: Callable[[Update], None]
     ) -> None:
-        """Have `work` done, and then `done` under the lock; a failure of either aborts the session."""
-        session.answer, session.busy = answer, True
-        session.touch()
-        session.link.submit(lambda: self._run(session, work, done))
+        """Have `work` done, and then `done` under the lock; a failure of either aborts the update."""
+        update.answer, update.busy = answer, True
+        update.touch()
+        update.receiver.submit(lambda: self._run(update, work, done))
 
-    def _run(self, session: Update, work: Callable[[], object], done: Callable[[Update], None]) -> None:
+    def _run(self, update: Update, work: Callable[[], object], done: Callable[[Update], None]) -> None:
+        failure: WeightUpdateError | None = None
         try:
             with self._on_device():
-                session.touch()
+                update.touch()
                 work()
-            with self._lock:
-                session.touch()
-                session.busy = False
-                done(session)
         except AbandonedError:
-            session.busy = False
+            pass
         except Exception as error:
             failure = as_update_error(error)
-            with self._lock:
-                session.busy = False
-                if self._session is session:
-                    self._abort(session, failure)
+        with self._lock:
+            update.busy = False
+            if update.over:  # it was dropped meanwhile
+                if update.staging is not None and not update.staging.in_place:
+                    self._store.release(update.staging)
+                update.staging = None
+                return
+            try:
+                if failure is not None:
+                    raise failure
+                done(update)
+            except Exception as error:
+                self._abort(update, as_update_error(error))
 
     # Ends.
 
-    def _expire(self, link: Link) -> None:
+    def _expire(self, receiver: Receiver) -> None:
         with self._lock:
-            session = self._session
-            if session is not None and session.link is link and time.monotonic() - session.touched > link.timeout_s:
-                self._abort(
-                    session, WeightUpdateError(503, f"no call of the trainer for {link.timeout_s:g} s ({self._state})")
-                )
+            update, limit = self._update, receiver.timeout_s
+            if update is not None and update.receiver is receiver and time.monotonic() - update.touched > limit:
+                self._abort(update, WeightUpdateError(503, f"no call of the trainer for {limit:g} s ({self._state})"))
 
-    def _abort(self, session: Update, error: WeightUpdateError) -> None:
-        """Drop the session. Its buffers return to the store only if its thread can't write into them any more."""
-        self._session = self._ready = None
+    def _abort(self, update: Update, error: WeightUpdateError) -> None:
+        """Drop the update. Its buffers return to the store once its thread can't write into them any more."""
+        self._update = self._ready = None
         self._state = "aborted"
-        session.over = True
-        if session.busy:
-            session.link.spend(error.message)
-        if session.staging is not None:
-            session.staging.close()
-            if session.staging.in_place or not session.busy:
-                self._store.release(session.staging)
-        self._record(session, error)
-        self._retire(session)
-        answer, session.answer = session.answer, None
+        update.over = True
+        if update.busy:
+            update.receiver.spend(error.message)
+        if update.staging is not None:
+            update.staging.close()
+            if update.staging.in_place or not update.busy:
+                self._store.release(update.staging)
+        self._log.record(update, error, self._state, self._store)
+        self._retire(update)
+        answer, update.answer = update.answer, None
         if answer is not None:
             answer.set_exception(error)
 
-    def _retire(self, session: Update) -> None:
-        session.over = True
-        session.staging = session.staging if session.busy else None
-        if session.single_call:
-            session.link.stop()
-
-    def _record(self, session: Update, error: WeightUpdateError | None) -> None:
-        self._last = {"last_error": None if error is None else error.message, **session.figures()}
-        totals = self.totals["committed" if error is None else "aborted"]
-        totals["updates"] += 1
-        for name in ("bytes", "seconds"):
-            totals[name] += self._last[name]
-        logger.log(
-            logging.INFO if error is None else logging.WARNING,
-            "weight_update state=%s epoch=%d weight_version=%r transport=%s bytes=%d seconds=%.3f "
-            "weights=%s partial=%s sparse=%s error=%r",
-            self._state,
-            self._store.epoch,
-            self._store.label,
-            self._last["transport"],
-            self._last["bytes"],
-            self._last["seconds"],
-            self._validity,
-            session.body.partial,
-            session.body.base_epoch is not None,
-            self._last["last_error"],
-        )
-
-    @property
-    def _validity(self) -> str:
-        return "valid" if self._store.valid else "invalid"
+    def _retire(self, update: Update) -> None:
+        update.over = True
+        if not update.busy:
+            update.staging = None
+        if update.single_call:
+            update.receiver.stop()

@@ -16,16 +16,17 @@ from safetensors.torch import save_file
 
 from tests.support.wait import eventually
 from tests.support.weight_updates import MOE, UpdaterServer, llama, same_weights, saved_tensors
-from trainer_bridge.push import sender as sender_module
+from trainer_bridge.push import control, transaction
+from trainer_bridge.push.control import DisplacedError, WeightPushError
 from trainer_bridge.push.group import TrainerGroup
-from trainer_bridge.push.sender import WeightPushError, WeightSender
+from trainer_bridge.push.sender import WeightSender
 from trainer_bridge.push.sources import ModuleSource, StateDictSource
 
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_push_is_what_the_server_then_holds(packed, tied, monkeypatch):
-    monkeypatch.setattr(sender_module, "PACKED_BUFFER_BYTES", 20_000)
+    monkeypatch.setattr(transaction, "PACKED_BUFFER_BYTES", 20_000)
     with UpdaterServer(llama(0, tied=tied)) as server:
         trained = llama(1, tied=tied)
         with WeightSender.connect(server.url, trained, packed=packed, timeout_s=20) as sender:
@@ -160,22 +161,24 @@ def test_a_lost_answer_to_update_fails_the_push_and_frees_the_server(server):
 
 
 def test_nobody_at_the_address():
-    with pytest.raises(WeightPushError, match="/get_world_size got no answer"):
+    with pytest.raises(WeightPushError, match="/weight_info got no answer"):
         WeightSender.connect("http://127.0.0.1:9", llama(1), timeout_s=2)
 
 
-def test_a_second_trainer_needs_force_while_the_first_is_at_work(server):
+def test_a_second_trainer_needs_force_while_the_first_is_at_work(server, monkeypatch):
+    monkeypatch.setattr(control, "TURN_S", 0.0)
     first = WeightSender.connect(server.url, llama(1), timeout_s=20)
-    server.call("start_weight_update")
+    first._servers.start({}, None)
     with pytest.raises(WeightPushError, match='"force": true'):
         WeightSender.connect(server.url, llama(2), timeout_s=20)
     with WeightSender.connect(server.url, llama(2), timeout_s=20, force=True) as second:
         second.push("second")
     assert same_weights(server.model, llama(2))
-    with pytest.raises(WeightPushError):
+    with pytest.raises(DisplacedError):
         first.push("first")
-    assert first.push("first, by a fresh group").epoch == 2
     first.close()
+    with WeightSender.connect(server.url, llama(1), timeout_s=20) as again:
+        assert again.push("first, by a fresh group").epoch == 2
 
 
 def test_an_error_of_the_trainers_own_source_frees_the_server(server):
@@ -248,7 +251,8 @@ SHARDED_TRAINER = """
     from safetensors.torch import load_file
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
-    from trainer_bridge.push.sender import WeightPushError, WeightSender
+    from trainer_bridge.push.control import WeightPushError
+    from trainer_bridge.push.sender import WeightSender
 
     url, file, rank, rendezvous = sys.argv[1:]
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=int(rank), world_size=2)

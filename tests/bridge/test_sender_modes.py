@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from rollout.weights.staging import Staging
 from tests.support.weight_updates import UpdaterServer, llama, mixtral, same_weights
 from trainer_bridge.push import folder as folder_module
-from trainer_bridge.push import sender as sender_module
-from trainer_bridge.push.sender import WeightPushError, WeightSender
+from trainer_bridge.push import transaction
+from trainer_bridge.push.control import DisplacedError, WeightPushError
+from trainer_bridge.push.sender import WeightSender
 from trainer_bridge.push.sources import StateDictSource
 
 
@@ -68,7 +69,7 @@ def test_a_verified_push_is_refused_when_one_bit_changes_on_the_way(server, pack
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("verify", [True, False])
 def test_sparse_pushes_are_whole_pushes_in_fewer_bytes(dtype, verify, monkeypatch):
-    monkeypatch.setattr(sender_module, "PACKED_BUFFER_BYTES", 300)  # several broadcasts
+    monkeypatch.setattr(transaction, "PACKED_BUFFER_BYTES", 300)  # several broadcasts
     trained = llama(1, dtype=dtype, tied=True)
     with (
         UpdaterServer(llama(0, tied=True)) as server,
@@ -121,8 +122,9 @@ def test_a_sparse_push_falls_back_to_a_whole_one(server):
         assert [pushed(), pushed()] == [False, True]  # the copy was given up in between
         with WeightSender.connect(server.url, llama(5), timeout_s=20) as other:  # the epoch moves
             other.push("another trainer's")
-        with pytest.raises(WeightPushError):  # whose group it is now
+        with pytest.raises(DisplacedError):  # whose group it is now
             sender.push(sparse=True)
+    with WeightSender.connect(server.url, trained, timeout_s=20) as sender:
         assert [pushed(), pushed()] == [False, True]
         nudge(trained, share=0.9)  # too dense to pay
         assert sender.push(sparse=True).bytes == total
@@ -325,7 +327,7 @@ def test_a_server_lost_between_ready_and_commit_is_named_beside_those_that_commi
 
         def dying(method, params):
             if method == "finish_weight_update" and not params.get("prepare"):
-                call("shutdown_weight_transfer_engine", {})
+                servers[1].updater.close()
             return call(method, params)
 
         servers[1].updater.call = dying

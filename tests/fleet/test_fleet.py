@@ -270,7 +270,7 @@ def test_all_commit_or_none_and_who_fails_alone_comes_back(tmp_path: Path) -> No
         running.check_serves(3, 2, refusing_engine.REFUSE_COMMIT)
         # A whole update in one call is one for all, too.
         folder = tiny_models.build("llama", tmp_path / "next", seed=4)
-        assert client.post("/update_weights", {"weight_dir": str(folder)}) == {"status": "ok"}
+        assert client.post("/update_weights", {"weight_dir": str(folder)})["status"] == "ok"
         running.check_serves(4, 3, refusing_engine.REFUSE_COMMIT)
         assert {r["state"] for r in running.ranks()} == {"committed"}
         # A group that is too small for all is refused before anybody joins it.

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from tests.support import tiny_models
-from trainer_bridge.push import sender as sending
+from trainer_bridge.push import transaction
 from trainer_bridge.push.control import ServerControl, WeightPushError
 from trainer_bridge.push.group import TrainerGroup
 from trainer_bridge.push.sender import WeightSender
@@ -56,7 +56,7 @@ def trainer(url: str, seed: int, point: str, packed: int, parent: Connection) ->
             halt(f"sent {path}")
             unread.close()
         if point == "prepared" and path == "/finish_weight_update":
-            call(self, method, path, {"prepare": True})
+            call(self, method, path, (body or {}) | {"prepare": True})
             halt("prepared")
         answer = call(self, method, path, body, **options)
         halt(f"after {path}")
@@ -70,7 +70,7 @@ def trainer(url: str, seed: int, point: str, packed: int, parent: Connection) ->
 
     ServerControl.call = halting_call  # type: ignore[method-assign]
     TrainerGroup.broadcast = halting_broadcast  # type: ignore[method-assign, assignment]
-    sending.PACKED_BUFFER_BYTES = (6 << 20) // max(1, packed)
+    transaction.PACKED_BUFFER_BYTES = (6 << 20) // max(1, packed)
     try:
         with WeightSender.connect(url, weights(seed), packed=bool(packed), timeout_s=TIMEOUT_S) as sender:
             parent.send(sender.push("doomed").epoch)

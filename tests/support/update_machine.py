@@ -22,8 +22,11 @@ from rollout.model.parameters import CommitMethod
 from rollout.outputs import TokenOutput
 from rollout.weights.bodies import Announcement
 from rollout.weights.errors import WeightUpdateError
+from rollout.weights.receiver import MOST_RECEIVERS
 from rollout.weights.staging import Incoming, Staging
+from rollout.weights.store import MOST_ABANDONED
 from rollout.weights.transport.broadcast import _unpack
+from rollout.weights.update_log import REMEMBERED
 from tests.support import tiny_models
 from tests.support.engine_utils import engine, ids, logprobs, prompt, request, spans
 from tests.support.push_reference import as_stamped
@@ -85,6 +88,12 @@ class Wire:
                 _unpack(piece, [item], staging)
             progress(item.nbytes)
 
+    def gone(self) -> bool:
+        return False
+
+    def interrupt(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -98,6 +107,8 @@ class Session:
     policy: str | None
     verify: bool
     coming: Tensors
+    wire: Wire
+    id: str
     sent: Tensors = field(default_factory=dict)
     state: str = "open"
     label: str | None = None
@@ -106,13 +117,17 @@ class Session:
 
 
 class Machine:
-    """`models` are transformers' own with each epoch's weights; `linked`: a group that an update can come over."""
+    """`models` are transformers' own with each epoch's weights; `linked`: a group that an update can come over.
+
+    Two trainers make the calls, `owner` the one that joined last. `stuck` are the updates that were dropped while their
+    trainers sent, and `committed` the epochs of those that weren't.
+    """
 
     def __init__(self, policy: Any, chunk: int, method: CommitMethod) -> None:
         config = {"num_gpu_blocks_override": 36, "max_model_len": 80, "max_num_seqs": 5}
         self.engine = engine(folder(), kv_policy=policy, max_num_batched_tokens=chunk, **config)
         self.engine.runner.parameters.method = method
-        self.engine.weights._connection.transport_for = lambda info: (self.wire, 60.0)  # type: ignore[method-assign]
+        self.engine.weights._trainer.transport_for = lambda info: (self.wire, 60.0)  # type: ignore[method-assign]
         self.wire = Wire()
         self.wires = [self.wire]
         self.models: dict[int, PreTrainedModel] = {}
@@ -121,11 +136,15 @@ class Machine:
         self.remember()
         self.session: Session | None = None
         self.linked = self.paused = False
+        self.owner = "a"
+        self.stuck: list[Session] = []
+        self.ids: list[str] = []
+        self.committed: dict[str, int] = {}
         self.valid = self.was_valid = True
         self.state = "idle"
         self.requests: list[AddRequest] = []
         self.outputs: dict[tuple[str, int], list[TokenOutput]] = {}
-        self.init(force=False)
+        self.init(force=False, by="a")
         self.add(length=20, n=2, tokens=44, shared=True)
         self.step(4)
 
@@ -140,9 +159,18 @@ class Machine:
     def call(self, method: str, /, **params: Any) -> dict[str, Any]:
         return self.engine.weights.call(method, params).result(20)
 
+    def receivers(self) -> int:
+        """How many connections to trainers have a thread."""
+        return sum(receiver.alive for receiver in self.engine.weights._trainer._all)
+
+    def own(self, method: str, /, **params: Any) -> Future[dict[str, Any]]:
+        """A call of the owner's, of the update that is open."""
+        ids = {"owner": self.owner, "update_id": self.session.id if self.session else None}
+        return self.engine.weights.call(method, ids | params)
+
     def refused(self, method: str, /, *statuses: int, **params: Any) -> None:
         with pytest.raises(WeightUpdateError) as error:
-            self.call(method, **params)
+            self.own(method, **params).result(20)
         assert error.value.status in statuses, error.value.message
 
     def drop(self, *, spent: bool) -> None:
@@ -153,6 +181,8 @@ class Machine:
                 self.session.answer.result(20)
         if self.session.in_place:
             self.valid = not self.session.written and self.was_valid
+        if self.session.state == "stalled":
+            self.stuck.append(self.session)
         self.session, self.state = None, "aborted"
         self.linked = self.linked and not spent
 
@@ -193,6 +223,7 @@ class Machine:
         assert not session.answer.done()
         self.live = {**self.live, **session.sent}
         self.epoch, self.label = self.epoch + 1, session.label or self.label
+        self.committed[session.id] = self.epoch
         self.remember()
         self.session, self.state, self.valid = None, "committed", True
         answer, paused = session.answer, self.engine.paused
@@ -208,15 +239,17 @@ class Machine:
 
     # -- the session's calls
 
-    def init(self, force: bool) -> None:
+    def init(self, force: bool, by: str) -> None:
         wire, self.wire = self.wire, Wire()
-        info = {"init_info": {"backend": "gloo", "force": force}}
-        if self.session is not None and not force:
+        info = {"init_info": {"backend": "gloo", "force": force}, "owner": by}
+        full = len(self.stuck) + 2 > MOST_RECEIVERS  # as many, the one that is connected, and the new one
+        if full or (self.session is not None and not force and by != self.owner):
             self.wire = wire
-            self.refused("init_weight_transfer_engine", 409, **info)
+            self.refused("init_weight_transfer_engine", 409, 503, **info)
             return
         self.wires.append(self.wire)
         self.call("init_weight_transfer_engine", **info)
+        self.owner = by
         self.linked = True
         if self.session is not None:
             self.drop(spent=False)
@@ -230,14 +263,18 @@ class Machine:
         if self.session is not None or not self.linked or wrong or (in_place and not self.paused):
             self.refused("start_weight_update", 400, 409, **body)
             return
-        self.call("start_weight_update", **body)
+        if not in_place and sum(not session.in_place for session in self.stuck) > MOST_ABANDONED:
+            self.refused("start_weight_update", 503, **body)
+            return
+        self.ids.append(f"update {len(self.ids)}")
+        self.own("start_weight_update", update_id=self.ids[-1], **body).result(20)
         self.seeds += 1
         coming = dict(tensors_of(self.seeds % 7))
         if kind == "sparse":
             coming = {name: tensor.clone() for name, tensor in self.live.items()}
             for tensor in coming.values():
                 tensor.view(-1)[:: 7 + self.seeds % 5] *= -2.5
-        self.session, self.state = Session(kind, in_place, policy, verify, coming), "open"
+        self.session, self.state = Session(kind, in_place, policy, verify, coming, self.wire, self.ids[-1]), "open"
         self.was_valid = self.valid
         if in_place:
             self.valid = False
@@ -288,7 +325,7 @@ class Machine:
         self.wire.stalls_at = len(names) // 2 if stalls else -1
         refused = fault in ("shape", "unknown")
         session.written = session.written or (not refused and (fault != "dies" or len(names) > 1))
-        session.answer = self.engine.weights.call("update_weights", {"update_info": info})
+        session.answer = self.own("update_weights", update_info=info)
         self.state = session.state = "receiving"
         if stalls and not refused:
             assert self.wire.stalled.wait(20)
@@ -338,7 +375,7 @@ class Machine:
                 body["checksums"][next(iter(session.sent))] = "0" * 64
         finite = all(tensor.isfinite().all() for tensor in session.sent.values())
         whole = session.kind == "partial" or session.sent.keys() == self.live.keys()
-        answer = self.engine.weights.call("finish_weight_update", body)
+        answer = self.own("finish_weight_update", **body)
         if not checked and not (finite and whole and not (session.verify and wrong_sum)):
             with pytest.raises(WeightUpdateError) as error:
                 answer.result(20)
@@ -358,7 +395,7 @@ class Machine:
         if self.session is not None:
             return
         if not self.linked:
-            self.init(force=False)
+            self.init(force=False, by=self.owner)
         if in_place:
             self.pause("keep")
         self.start(kind, in_place, policy, verify, stale_base=False)
@@ -373,8 +410,21 @@ class Machine:
         if self.session is None:
             self.refused("abort_weight_update", 409)
             return
-        self.call("abort_weight_update")
+        self.own("abort_weight_update").result(20)
         self.drop(spent=self.session.state == "stalled")
+
+    def late(self, method: str, by: str) -> None:
+        """A call of the trainer that was taken over, of nobody in particular, or of an earlier update: no effect."""
+        ids: dict[str, Any] = {"other": {"owner": "ab".replace(self.owner, "")}, "nobody": {}}.get(by, {})
+        if by == "earlier":
+            if method not in ("finish_weight_update", "abort_weight_update") or len(self.ids) < 2:
+                return
+            ids = {"owner": self.owner, "update_id": self.ids[-2]}
+        if method == "init_weight_transfer_engine":
+            ids |= {"owner": "ab".replace(self.owner, ""), "rejoin": True, "init_info": {"force": True}}
+        with pytest.raises(WeightUpdateError) as error:
+            self.call(method, update_info={"names": []}, weight_version="evil", **ids)
+        assert error.value.status in (400, 409)
 
     def aside(self, what: str) -> None:
         """What may come at any time. Zombies: trainers whose update was dropped while they sent go on sending."""
@@ -386,6 +436,11 @@ class Machine:
                 for wire in self.wires:
                     if wire is not self.wire:
                         wire.go.set()
+                stuck, self.stuck = self.stuck, [s for s in self.stuck if s.wire is self.wire]
+                gone = [s for s in stuck if s not in self.stuck]
+                eventually(
+                    lambda: sum(r.alive for r in self.engine.weights._trainer._all) <= 1 + len(stuck) - len(gone)
+                )
             case "checksums" if self.session is None and not self.valid:
                 self.refused("weight_checker", 409, action="checksum")
             case "checksums" if self.valid:
@@ -396,6 +451,8 @@ class Machine:
         info = self.call("weight_info")
         assert (info["epoch"], info["weight_version"]) == (self.epoch, self.label)
         assert (info["state"], info["weights"]) == (self.state, "valid" if self.valid else "invalid")
+        assert info["update_id"] == (self.session.id if self.session else None)
+        assert info["committed_updates"] == dict(list(self.committed.items())[-REMEMBERED:])  # whatever answer was lost
 
     # -- the end: nothing is lost
 
@@ -403,8 +460,10 @@ class Machine:
         for wire in self.wires:
             wire.go.set()
         if self.session is not None:
-            self.call("abort_weight_update")
+            self.own("abort_weight_update").result(20)
             self.drop(spent=False)
+        eventually(lambda: self.receivers() <= 1)
+        self.stuck = []
         self.pause("resume")
         self.add(length=21, n=1, tokens=12, shared=True)
         self.step(5)

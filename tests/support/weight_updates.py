@@ -157,7 +157,8 @@ class UpdaterServer:
                     try:
                         body = server.updater.call(method, params).result(60)
                     except WeightUpdateError as error:
-                        status, body = error.status, {"error": {"message": error.message, "code": error.status}}
+                        said = {"message": error.message, "param": error.param, "code": error.status}
+                        status, body = error.status, {"error": said}
                 if server.lose_answer_of == method:
                     server.lose_answer_of = None
                     self.close_connection = True

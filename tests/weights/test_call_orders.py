@@ -180,7 +180,7 @@ def test_prime_rl_filesystem(client: RolloutClient, tmp_path: Path, extra: dict[
     seed = 5 + len(extra)
     folder = tiny_models.build("llama", tmp_path / "step_7", seed)
     trainer.post("/pause", mode="keep", clear_cache="false")
-    assert trainer.post("/update_weights", {"weight_dir": folder.as_posix(), **extra}) == {"status": "ok"}
+    assert trainer.post("/update_weights", {"weight_dir": folder.as_posix(), **extra})["status"] == "ok"
     trainer.post("/resume")
     check_serves(client, tiny_models.model("llama", seed), epoch + 1)
     assert [span.epoch for span in stream.end().spans] == [epoch, epoch + 1]

@@ -24,7 +24,9 @@ from tests.support.push_reference import single
 from tests.support.stopping_trainer import TIMEOUT_S, trainer, weights
 from tests.support.wait import eventually
 from trainer_bridge.client import RolloutClient
-from trainer_bridge.push.sender import WeightPushError, WeightSender
+from trainer_bridge.push import control
+from trainer_bridge.push.control import WeightPushError
+from trainer_bridge.push.sender import WeightSender
 
 ZYGOTE = multiprocessing.get_context("forkserver")
 # Not the tests' own modules, which it does not find; a child does.
@@ -220,7 +222,8 @@ def test_a_trainer_killed_while_it_had_paused_the_server(server: Server) -> None
     server.push()
 
 
-def test_a_second_trainer_is_refused_until_the_first_has_died(server: Server) -> None:
+def test_a_second_trainer_is_refused_until_the_first_has_died(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "TURN_S", 0.0)
     with server.trainer("broadcast 9") as (doomed, _):
         for _ in range(2):
             with pytest.raises(WeightPushError, match=r'409.*"force": true'):

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from rollout.launch import serve
 from tests.support.engine_utils import prompt
 from trainer_bridge.client import RolloutClient
-from trainer_bridge.push.sender import PACKED_BUFFER_BYTES, WeightSender
+from trainer_bridge.push.sender import WeightSender
+from trainer_bridge.push.transaction import PACKED_BUFFER_BYTES
 
 MIB = 1 << 20
 CACHE = 64 * MIB

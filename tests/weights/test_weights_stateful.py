@@ -26,6 +26,17 @@ PUSH = op("push", kind=KIND, in_place=YES, policy=POLICY, verify=YES, fault=FAUL
 START = op("start", kind=KIND, in_place=YES, policy=POLICY, verify=YES, stale_base=SELDOM)
 UPDATE = op("update", share=st.sampled_from([1, 2, 3, 3]), fault=FAULT, stalls=SELDOM)
 FINISH = op("finish", prepare=YES, label=st.sampled_from([None, "a", "b"]), wrong_sum=SELDOM)
+LATE = st.sampled_from(
+    [
+        "init_weight_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "finish_weight_update",
+        "abort_weight_update",
+        "shutdown_weight_transfer_engine",
+    ]
+)
 OPS = st.one_of(
     STEP,
     STEP,
@@ -38,8 +49,9 @@ OPS = st.one_of(
     op("go_on"),
     FINISH,
     FINISH,
-    op("init", force=YES),
+    op("init", force=YES, by=st.sampled_from("ab")),
     op("abort_update"),
+    op("late", method=LATE, by=st.sampled_from(["other", "nobody", "earlier"])),
     op("pause", how=st.sampled_from(["keep", "keep", "abort", "resume", "resume"])),
     op("add", length=LENGTH, n=st.integers(1, 3), tokens=st.integers(1, 16), shared=YES),
     op("abort_request", which=st.integers(0, 9), index=st.sampled_from([None, 0, 2])),

@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
 
 T = TypeVar("T")
+TURN_S = 15.0
+"""Longest wait for another trainer's update to stop counting as alive, which takes a server 10 s."""
 
 
 class WeightPushError(RuntimeError):
@@ -34,6 +37,13 @@ class RefusedError(WeightPushError):
         return type(self), (str(self), self.status)  # it may have to reach another process
 
 
+class DisplacedError(RefusedError):
+    """Another trainer has taken the server over: no call of this sender has an effect any more.
+
+    Only a new `WeightSender.connect` takes it back (with `force` while the other one is at work).
+    """
+
+
 class Endpoint(Protocol):
     """Anything that knows a server's address and key, such as RolloutClient."""
 
@@ -46,12 +56,25 @@ class Endpoint(Protocol):
         """The bearer key, if the server wants one."""
 
 
-class ServerControl:
-    """One server. `open`: it has an update of ours that it has neither dropped nor (`committed`) committed."""
+@dataclass(frozen=True)
+class Committed:
+    """A commit of ours on one server: its label, its epoch, and the bytes that the server received."""
 
-    def __init__(self, base_url: str, api_key: str | None, timeout_s: float) -> None:
+    version: str
+    epoch: int
+    bytes: int
+
+
+class ServerControl:
+    """One server. `owner` is what tells our calls from another trainer's, `update_id` those of one push from another's.
+
+    `open`: it has an update of ours that it has neither dropped nor (`committed`) committed.
+    """
+
+    def __init__(self, base_url: str, api_key: str | None, timeout_s: float, owner: str) -> None:
         self.base_url = base_url
         self.open = self.committed = False
+        self._ids = {"owner": owner}
         self._timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.Client(base_url=base_url, headers=headers, trust_env=False)
@@ -73,34 +96,61 @@ class ServerControl:
             ) from error
         if response.status_code >= 400:
             self.open = False
-            raise RefusedError(
-                f"{self.base_url}: {method} {path} was refused with {response.status_code}: {_message(response)}",
+            message, param = _error(response)
+            displaced = response.status_code == 409 and param == "owner"
+            raise (DisplacedError if displaced else RefusedError)(
+                f"{self.base_url}: {method} {path} was refused with {response.status_code}: {message}",
                 response.status_code,
             )
         answer: dict[str, Any] = response.json()
         return answer
 
-    def start(self, body: dict[str, Any]) -> None:
+    def wait_for_turn(self) -> None:
+        """Wait while another trainer's update counts as alive, until that stops or for as long as it takes to stop."""
+        deadline = time.monotonic() + TURN_S
+        while time.monotonic() < deadline and self.call("GET", "/weight_info").get("takeover_s", 0.0) > 0:
+            time.sleep(0.25)
+
+    def join(self, info: dict[str, Any], *, rejoin: bool) -> None:
+        """Have the server join; `rejoin`: unless another trainer has joined since we did."""
+        body = {"init_info": info, "owner": self._ids["owner"], "rejoin": rejoin}
+        self.call("POST", "/init_weight_transfer_engine", body)
+
+    def start(self, body: dict[str, Any], update_id: str) -> None:
         """Open an update."""
-        self.call("POST", "/start_weight_update", body)
+        self._ids["update_id"] = update_id
+        self.update_call("start", body)
         self.open, self.committed = True, False
 
-    def commit(self, body: dict[str, Any], epoch_before: int) -> dict[str, Any]:
-        """Commit; the server's /weight_info after it, which also decides where the answer itself was lost."""
-        lost: Exception | None = None
+    def update_call(
+        self, name: Literal["start", "finish", "abort"], body: dict[str, Any], *, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """A call of the update that was started last."""
+        return self.call("POST", f"/{name}_weight_update", body | self._ids, timeout_s=timeout_s)
+
+    def announce(self, update_info: dict[str, Any], timeout_s: float) -> None:
+        """Have the server receive what is announced; returns once it has."""
+        self.call("POST", "/update_weights", {"update_info": update_info} | self._ids, timeout_s=timeout_s)
+
+    def commit(self, body: dict[str, Any]) -> Committed:
+        """Commit. Where the answer is lost, the server is asked whether this very update was committed."""
         try:
-            self.call("POST", "/finish_weight_update", body)
+            answer = self.update_call("finish", body)
         except RefusedError:
             raise
         except WeightPushError as error:
-            lost = error
-        deadline = time.monotonic() + self._timeout_s
+            answer = self._look_up_commit(error, body)
+        self.open, self.committed = False, True
+        return Committed(answer["weight_version"], int(answer["epoch"]), int(answer.get("bytes", 0)))
+
+    def _look_up_commit(self, lost: WeightPushError, body: dict[str, Any]) -> dict[str, Any]:
+        deadline, ours = time.monotonic() + self._timeout_s, self._ids["update_id"]
         while True:
             info = self.call("GET", "/weight_info")
-            if lost is None or info["epoch"] > epoch_before:
-                self.open, self.committed = False, True
-                return info
-            if info["state"] not in ("receiving", "ready") or time.monotonic() > deadline:
+            epoch = info.get("committed_updates", {}).get(ours)
+            if epoch is not None:
+                return info | body | {"epoch": epoch}
+            if info.get("update_id") != ours or time.monotonic() > deadline:
                 raise lost
             time.sleep(0.05)
 
@@ -109,7 +159,7 @@ class ServerControl:
         if self.open:
             self.open = False
             with contextlib.suppress(WeightPushError):
-                self.call("POST", "/abort_weight_update", {}, timeout_s=min(5.0, self._timeout_s))
+                self.update_call("abort", {}, timeout_s=min(5.0, self._timeout_s))
 
     def address_here(self) -> str:
         """This machine's address as the server can reach it: that of the route there."""
@@ -123,9 +173,14 @@ class ServerControl:
 
 def on_all(servers: Sequence[ServerControl], work: Callable[[int, ServerControl], T]) -> list[T]:
     """`work(index, server)` of each at the same time, in their order; raises the first error once all have ended."""
+    return [result(future, "a call to the server failed") for future in ended(servers, work)]
+
+
+def ended(servers: Sequence[ServerControl], work: Callable[[int, ServerControl], T]) -> list[Future[T]]:
+    """The same, with its results and errors, all of them there."""
     futures = [in_thread(lambda i=i, s=s: work(i, s)) for i, s in enumerate(servers)]  # type: ignore[misc]
     wait(futures)  # every call in them has its own timeout
-    return [result(future, "a call to the server failed") for future in futures]
+    return futures
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
@@ -152,8 +207,10 @@ def result(future: Future[T], what: str) -> T:
         raise WeightPushError(f"{what}: {error}") from error
 
 
-def _message(response: httpx.Response) -> str:
+def _error(response: httpx.Response) -> tuple[str, str | None]:
+    """What an error's body says, and the field that it names."""
     try:
-        return str(response.json()["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return response.text[:500]
+        error = response.json()["error"]
+        return str(error["message"]), error.get("param")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return response.text[:500], None

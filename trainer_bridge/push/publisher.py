@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_bridge.client import Choice, RolloutClient, RolloutError
-from trainer_bridge.push.control import RefusedError, WeightPushError
+from trainer_bridge.push.control import DisplacedError, RefusedError, WeightPushError
 from trainer_bridge.push.sender import PushResult, WeightSender
 from trainer_bridge.score import replay
 
@@ -67,6 +67,7 @@ class Publisher:
                 return pushed
             except WeightPushError as error:
                 refused = isinstance(error, RefusedError) and error.status < 500 and error.status != 409
+                refused |= isinstance(error, DisplacedError)
                 if refused or time.monotonic() > deadline:
                     raise
             time.sleep(_RETRY_S)

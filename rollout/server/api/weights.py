@@ -10,21 +10,11 @@ from fastapi import APIRouter, Body, Depends
 from rollout.fleet.errors import EngineError
 from rollout.server.context import ServerContext, ServerDep, require_json
 from rollout.server.errors import ApiError
+from rollout.weights.bodies import WEIGHT_CALLS
 
 router = APIRouter(dependencies=[Depends(require_json)])
 
 Endpoint = Callable[[ServerContext, dict[str, Any] | None], Awaitable[dict[str, Any]]]
-
-_CALLS = {
-    "init_weight_transfer_engine": 'Join the trainer\'s group: `{"init_info": {…}}`. Answers once both sides have met.',
-    "start_weight_update": "Open an update session.",
-    "update_weights": 'Receive the parameters that `{"update_info": {…}}` names into staging.',
-    "finish_weight_update": "Check what was received, commit it at a step boundary, label it with `weight_version`.",
-    "abort_weight_update": "Drop the open session; the weights that serve stay.",
-    "shutdown_weight_transfer_engine": "Leave the trainer's group.",
-    "weight_checker": "Checksums of the stored weights, or their comparison with a `baseline`.",
-}
-
 
 # The engine bounds every single wait of an update and says which one failed; a whole update may rightly take many of
 # them. This bound is only for an engine that answers its probes and yet never ends a call.
@@ -46,8 +36,11 @@ def _endpoint(method: str) -> Endpoint:
     return endpoint
 
 
-for _method, _description in _CALLS.items():
-    router.add_api_route(f"/{_method}", _endpoint(_method), methods=["POST"], name=_method, description=_description)
+for _method, _description in WEIGHT_CALLS.items():
+    if _method not in ("update_weight_version", "weight_info"):
+        router.add_api_route(
+            f"/{_method}", _endpoint(_method), methods=["POST"], name=_method, description=_description
+        )
 
 
 @router.post("/update_weight_version")

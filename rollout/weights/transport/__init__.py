@@ -31,5 +31,11 @@ class Transport(Protocol):
     ) -> None:
         """Fill `staging` as planned; `progress(bytes)` after each piece may raise to stop it."""
 
+    def gone(self) -> bool:
+        """Whether the trainer is known to have left, or to have died. At once, from any thread."""
+
+    def interrupt(self) -> None:
+        """End a `receive` that is under way, where it can be; from any thread."""
+
     def close(self) -> None:
         """Leave the group."""

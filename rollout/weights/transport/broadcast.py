@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import ctypes
 import pickletools
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -27,7 +29,9 @@ _UNIQUE_ID_BYTES = 128
 
 
 class Group(Protocol):
-    """The receiving end of a group whose rank 0 is the trainer."""
+    """The receiving end of a group whose rank 0 is the trainer. `interrupted`: a broadcast has to end, where it can."""
+
+    interrupted: bool
 
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Receive a contiguous tensor from rank 0; on return, in the order of the current stream, it is filled."""
@@ -38,6 +42,8 @@ class Group(Protocol):
 
 class GlooGroup:
     """ProcessGroupGloo: CPU tensors, as bytes. A blocked broadcast ends only by its own timeout."""
+
+    interrupted = False
 
     def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
         self._group: Any = dist.ProcessGroupGloo(
@@ -60,6 +66,8 @@ class GlooGroup:
 class NcclGroup:
     """ProcessGroupNCCL. Its watchdog would end the process on a timeout, so the deadline is kept here."""
 
+    interrupted = False
+
     def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(days=365)
@@ -71,7 +79,7 @@ class NcclGroup:
         work = self._group.broadcast(tensor, 0)
         deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():
-            if time.monotonic() > deadline:
+            if self.interrupted or time.monotonic() > deadline:
                 self._group.abort()
                 raise TimeoutError(f"no broadcast arrived within {self._timeout_s:g} s")
             time.sleep(0.0005)
@@ -84,6 +92,8 @@ class NcclGroup:
 
 class VllmNcclGroup:
     """A raw NCCL communicator, as vLLM's StatelessProcessGroup + PyNcclCommunicator build it on the trainer's side."""
+
+    interrupted = False
 
     def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
         class UniqueId(ctypes.Structure):
@@ -114,7 +124,7 @@ class VllmNcclGroup:
         self._call(function, *pointers, *rest, self._comm, ctypes.c_void_p(stream.cuda_stream))
         deadline = time.monotonic() + self._timeout_s
         while not stream.query():
-            if time.monotonic() > deadline:
+            if self.interrupted or time.monotonic() > deadline:
                 self.close()
                 raise TimeoutError(f"{function} did not finish within {self._timeout_s:g} s")
             time.sleep(0.0005)
@@ -159,6 +169,7 @@ class BroadcastTransport:
         self._kind: Callable[[InitInfo, float, torch.device], Group] = VllmNcclGroup if raw_nccl else kinds[self.name]
         self._group: Group | None = None
         self._last: Announcement | None = None
+        self._watched: socket.socket | None = None
 
     def connect(self) -> None:
         """Join the trainer's group. Raises WeightUpdateError 503 where it does not come to be in time."""
@@ -167,6 +178,27 @@ class BroadcastTransport:
             self._group = self._kind(self._info, self._timeout_s, self._device)
         except (RuntimeError, OSError) as error:
             raise WeightUpdateError(503, f"no group with the trainer at {where}: {_first_line(error)}") from error
+        if self._info.master_address is not None:  # its store lives as long as the trainer: it closes this connection
+            address = self._info.master_address, self._info.master_port or 0
+            with contextlib.suppress(OSError):
+                self._watched = socket.create_connection(address, timeout=self._timeout_s)
+                self._watched.setblocking(False)
+
+    def gone(self) -> bool:
+        """Whether the trainer's store has closed its connection."""
+        if self._watched is None:
+            return False
+        try:
+            return not self._watched.recv(1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def interrupt(self) -> None:
+        """End a broadcast over NCCL; one over gloo ends by its timeout, or with the trainer."""
+        if self._group is not None:
+            self._group.interrupted = True
 
     def describe(self, info: Announcement) -> Announcement:
         """Three empty lists stand for the last call's."""
@@ -231,6 +263,9 @@ class BroadcastTransport:
         if self._group is not None:
             self._group.close()
             self._group = None
+        if self._watched is not None:
+            self._watched.close()
+            self._watched = None
 
 
 def packed_groups(plan: list[Incoming], limit: int) -> Iterator[list[Incoming]]:

@@ -71,6 +71,13 @@ class DiskTransport:
                         staging.place(item, tensors.get_tensor(item.target.name))
                         progress(item.nbytes)
 
+    def gone(self) -> bool:
+        """Never: nobody is connected."""
+        return False
+
+    def interrupt(self) -> None:
+        """Nothing to do: a read ends by itself."""
+
     def close(self) -> None:
         """Nothing to do."""
 

@@ -1,0 +1,92 @@
+"""One update: what it has received so far, and the work that its receiver's thread does for it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rollout.weights.bodies import Announcement, StartBody
+from rollout.weights.errors import AbandonedError, WeightUpdateError
+from rollout.weights.receiver import Answer, Receiver
+from rollout.weights.staging import Staging
+from rollout.weights.store import WeightStore
+
+
+class Update:
+    """One update, from start to commit or abort.
+
+    `answer` is the call that a trainer waits for; `busy` while the receiver's thread may use the buffers; `over` once
+    it was committed or dropped. `staging` is given for an update in place, and else made when something comes.
+    `single_call`: it came as a whole, with a receiver of its own.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        receiver: Receiver,
+        body: StartBody,
+        staging: Staging | None,
+        *,
+        single_call: bool = False,
+    ) -> None:
+        self.store, self.receiver, self.body, self.staging = store, receiver, body, staging
+        assert body.update_id is not None
+        self.id = body.update_id
+        self.single_call = single_call
+        self.label: str | None = None
+        self.answer: Answer | None = None
+        self.busy = self.over = False
+        self.nbytes = 0
+        self.started = self.touched = time.monotonic()
+
+    def touch(self, nbytes: int = 0) -> None:
+        """A sign of life; raises AbandonedError, to end the job at hand, if the update is over."""
+        if self.over:
+            raise AbandonedError
+        self.nbytes += nbytes
+        self.touched = time.monotonic()
+
+    def check_id(self, method: str, update_id: str | None) -> None:
+        """Raise WeightUpdateError 409 for a call that belongs to another update."""
+        if update_id != self.id and (update_id is not None or not self.body.handed_out):
+            told = "without an update_id" if update_id is None else f"of update {update_id}"
+            raise WeightUpdateError(409, f"{method} {told}: the update that is open is {self.id}", param="update_id")
+
+    def reply(self, result: dict[str, Any]) -> None:
+        """Answer the call that waits."""
+        answer, self.answer = self.answer, None
+        if answer is not None:
+            answer.set_result(result)
+
+    def receive(self, info: Announcement) -> None:
+        """Receive what is announced into staging, and check it where that is all of the update.
+
+        After a failure the trainer's group can't be used again.
+        """
+        transport = self.receiver.transport
+        try:
+            if info.counts is not None and self.body.base_epoch is None:
+                raise WeightUpdateError(400, 'counts need an update that was started with {"base_epoch": <epoch>}')
+            if self.staging is None:
+                self.staging = self.store.stage(verify=self.body.verify)
+            info = transport.describe(info)
+            plan = self.staging.resolve(info.names, info.dtype_names, info.shapes, info.counts)
+            transport.receive(info, plan, self.staging, self.touch)
+        except Exception as error:
+            self.receiver.spend(str(error) or type(error).__name__)
+            raise
+        if self.single_call:
+            self.check(None)
+
+    def check(self, checksums: dict[str, str] | None) -> None:
+        """Raise WeightUpdateError 400 unless what was received is whole, finite, and what the checksums say."""
+        assert self.staging is not None
+        self.staging.check(partial=self.body.partial, progress=self.touch, checksums=checksums)
+
+    def figures(self) -> dict[str, Any]:
+        """What /weight_info says of it: bytes received, seconds since its start, and the transport."""
+        return {
+            "bytes": self.nbytes,
+            "seconds": round(time.monotonic() - self.started, 3),
+            "transport": self.receiver.transport.name,
+        }

@@ -1,0 +1,215 @@
+"""One update of several servers: joined as one group, sent once, committed by all of them or by none."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from rollout.two_phase import TwoPhaseCommit
+from trainer_bridge.push.control import (
+    Committed,
+    RefusedError,
+    ServerControl,
+    WeightPushError,
+    ended,
+    in_thread,
+    on_all,
+    result,
+)
+from trainer_bridge.push.group import Backend, TrainerGroup, buffers, packed_groups
+from trainer_bridge.push.sources import TensorInfo
+
+LEAVE_S = 3.0
+# Large enough that the cost of a broadcast vanishes, small enough that neither side misses the memory.
+PACKED_BUFFER_BYTES = 64 << 20
+
+
+@dataclass
+class Load:
+    """What one push sends: tensors as announced (`infos`), or those in a folder."""
+
+    infos: list[TensorInfo]
+    tensors: Iterator[torch.Tensor]
+    sparse: bool = False
+    saved: int = 0
+    checksums: dict[str, str] | None = None
+    path: Path | None = None
+
+
+class ServerGroup:
+    """The servers of one sender, and the group that it joins them in; rank 0 of the trainer has it.
+
+    `device` is where broadcasts are sent from. `joined`: an update can begin; `joins` counts the groups so far.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[ServerControl],
+        *,
+        backend: Backend | Literal["disk"],
+        packed: bool,
+        timeout_s: float,
+        device: torch.device,
+    ) -> None:
+        self.servers = list(servers)
+        self.joined, self.joins = False, 0
+        self.backend, self._packed = backend, packed
+        self._timeout_s, self._device = timeout_s, device
+        self._group: TrainerGroup | None = None
+
+    def join(self, *, force: bool = False, rejoin: bool = False) -> None:
+        """Make a group with all servers. `force` takes over from a trainer whose update makes progress; without it,
+        this waits for that update as long as one that makes none counts as alive. `rejoin`: only where no other
+        trainer has joined since."""
+        self.joins += 1
+        info: dict[str, Any] = {"backend": self.backend, "timeout_s": self._timeout_s, "force": force}
+        if not (force or rejoin):
+            on_all(self.servers, lambda _, s: s.wait_for_turn())
+        if self.backend == "disk":
+            on_all(self.servers, lambda _, s: s.join(info, rejoin=rejoin))
+            self.joined = True
+            return
+        sizes = on_all(self.servers, lambda _, s: int(s.call("GET", "/get_world_size")["world_size"]))
+        world_size, timeout = sum(sizes) + 1, timedelta(seconds=self._timeout_s)
+        store = dist.TCPStore("localhost", 0, world_size, True, timeout, wait_for_workers=False)
+        info |= {"master_port": store.port, "world_size": world_size}
+        info |= {"packed": self._packed, "packed_buffer_size_bytes": PACKED_BUFFER_BYTES}
+
+        def init(index: int, server: ServerControl) -> None:
+            own = {"master_address": server.address_here(), "rank_offset": 1 + sum(sizes[:index])}
+            server.join(info | own, rejoin=rejoin)
+
+        backend = self.backend
+        made = in_thread(lambda: TrainerGroup(backend, store, world_size, self._timeout_s))
+        all_of_them: list[Future[Any]] = [
+            *(in_thread(lambda i=i, s=s: init(i, s)) for i, s in enumerate(self.servers)),  # type: ignore[misc]
+            made,
+        ]
+        _, late = wait(all_of_them, timeout=2 * self._timeout_s, return_when=FIRST_EXCEPTION)
+        for future in all_of_them:
+            if future not in late:
+                result(future, "the group with the server could not be made")
+        if late:
+            raise WeightPushError(f"the group did not come to be within {2 * self._timeout_s:g} s")
+        self._group, self.joined = made.result(), True
+
+    def meet(self) -> list[int]:
+        """Join where we have left, or where the servers' engines are other ones than those met; each one's epoch."""
+        if not self.joined or self._is_stale():
+            self.leave()
+            self.join(rejoin=True)
+        return [int(info["epoch"]) for info in self._infos()]
+
+    def _infos(self) -> list[dict[str, Any]]:
+        return on_all(self.servers, lambda _, s: s.call("GET", "/weight_info"))
+
+    def _is_stale(self) -> bool:
+        return any(info.get("transfer") == "stale" for info in self._infos())
+
+    def start(self, body: dict[str, Any], base_epochs: list[int] | None) -> None:
+        """Open an update, of changes against these epochs where they are given."""
+        update_id = secrets.token_hex(8)
+        base = [{}] * len(self.servers) if base_epochs is None else [{"base_epoch": epoch} for epoch in base_epochs]
+        try:
+            on_all(self.servers, lambda i, s: s.start(body | base[i], update_id))
+        except RefusedError:
+            self.abort_quietly()
+            if not self._is_stale():
+                raise
+            self.meet()  # an engine has come back just now
+            on_all(self.servers, lambda i, s: s.start(body | base[i], update_id))
+
+    def send(self, load: Load) -> None:
+        """Bring the tensors into every server's staging."""
+        if load.path is None:
+            self._broadcast(load)
+            return
+        info = {"path": str(load.path)}
+        # Large checkpoints take their time to read; a server that makes no progress gives up by itself.
+        longest = self._timeout_s * (1 + len(list(load.path.glob("*.safetensors"))))
+        on_all(self.servers, lambda _, s: s.announce(info, longest))
+
+    def _broadcast(self, load: Load) -> None:
+        """Announce over HTTP and broadcast, at the same time; a failure of either ends both."""
+        assert self._group is not None
+        packed = self._packed or load.sparse
+        groups = packed_groups(load.infos, PACKED_BUFFER_BYTES) if packed else [[i] for i in load.infos]
+        update_info: dict[str, Any] = {
+            "names": [i.name for i in load.infos],
+            "dtype_names": [str(i.dtype).removeprefix("torch.") for i in load.infos],
+            "shapes": [list(i.shape) for i in load.infos],
+        }
+        if load.sparse:
+            update_info["counts"] = [i.count for i in load.infos]
+        # The answer comes after the last broadcast, and each of these has its own timeout.
+        longest = self._timeout_s * (len(groups) + 1)
+        calls = [in_thread(lambda s=server: s.announce(update_info, longest)) for server in self.servers]  # type: ignore[misc]
+        try:
+            for buffer in buffers(groups, load.tensors, packed, self._device):
+                self._group.broadcast(buffer, calls)
+        except Exception:
+            # A server's own words, where it has any, tell more than a lost connection does.
+            done, _ = wait(calls, timeout=min(5.0, self._timeout_s), return_when=FIRST_EXCEPTION)
+            for call in done:
+                result(call, "the server refused the weights")
+            raise
+        _, late = wait(calls, timeout=self._timeout_s)
+        for call, server in zip(calls, self.servers, strict=True):
+            if call in late:
+                late_by = f"within {self._timeout_s:g} s of the last broadcast"
+                raise WeightPushError(f"{server.base_url}: no answer to /update_weights {late_by}")
+            result(call, "the server refused the weights")
+
+    def finish(self, version: str | None, checksums: dict[str, str] | None) -> list[Committed]:
+        """Commit everywhere, several servers only once all are ready to."""
+        checks = {} if checksums is None else {"checksums": checksums}
+        label = {} if version is None else {"weight_version": version}
+        change = TwoPhaseCommit(self.servers, patient=True)
+        if len(self.servers) == 1:
+            change.report(self.servers[0])  # finish prepares and commits
+            label |= checks
+        else:
+            self._each(change, lambda s: s.update_call("finish", {"prepare": True} | checks))
+        if change.phase == "committing":
+            commits = self._each(change, lambda s: s.commit(label))
+        if change.phase == "torn":
+            committed = ", ".join(server.base_url for server in change.done)
+            raise WeightPushError(f"{change.error} (committed already: {committed})") from change.error
+        if change.error is not None:
+            raise change.error
+        return commits
+
+    def _each(self, change: TwoPhaseCommit[ServerControl], work: Callable[[ServerControl], Any]) -> list[Any]:
+        futures = ended(self.servers, lambda _, server: work(server))
+        for server, future in zip(self.servers, futures, strict=True):
+            change.report(server, future.exception())
+        return [future.result() for future in futures if future.exception() is None]
+
+    def drop(self) -> None:
+        """Leave the group, and have the servers drop the update, so that they are free for the next push at once."""
+        self.leave()
+        self.abort_quietly()
+
+    def abort_quietly(self) -> None:
+        """Have the servers drop the update; they would come to that by their own timeout."""
+        on_all(self.servers, lambda _, s: s.abort_quietly())
+
+    def leave(self) -> None:
+        """Leave the group; the next update joins a fresh one."""
+        self.joined = False
+        group, self._group = self._group, None
+        if group is not None:
+            # A group's destructor waits for what is in flight, which may take the timeout. Give it the moment that it
+            # takes otherwise: a process that exits within the destructor aborts.
+            leaving = threading.Thread(target=group.leave, name="leave-weight-group", daemon=True)
+            leaving.start()
+            leaving.join(LEAVE_S)
