@@ -46,6 +46,15 @@ class Update:
         self.nbytes += nbytes
         self.touched = time.monotonic()
 
+    def alive_s(self, progress_s: float) -> float:
+        """For how long it counts as alive without a sign of life, of which each is good for `progress_s` seconds.
+
+        Not at all where its trainer is known to be gone.
+        """
+        if self.receiver.transport.gone():
+            return 0.0
+        return max(0.0, progress_s - (time.monotonic() - self.touched))
+
     def check_id(self, method: str, update_id: str | None) -> None:
         """Raise WeightUpdateError 409 for a call that belongs to another update."""
         if update_id != self.id and (update_id is not None or not self.body.handed_out):

@@ -158,7 +158,7 @@ class WeightUpdater:
         self._trainer.check_room()
         self._ownership.check_rejoin(body)
         own = self._ownership.owns(body.owner)
-        if (left := self._takeover_s) > 0 and not (info.force or own):
+        if (left := 0.0 if update is None else update.alive_s(self._progress_s)) > 0 and not (info.force or own):
             raise WeightUpdateError(
                 409,
                 f"another trainer's update is {self._state} and showed progress {self._progress_s - left:.1f} s ago; "
@@ -178,7 +178,8 @@ class WeightUpdater:
         self._ownership.check("start_weight_update", body.owner)
         self._refuse_second()
         receiver = self._trainer.receiver()
-        self._open(Update(self._store, receiver, body, self._store.admit(body, self._paused())))
+        self._update = Update(self._store, receiver, body, self._store.admit(body, self._paused()))
+        self._state = "open"
         answer.set_result({"message": "Weight update started", "epoch": self._store.epoch, "update_id": body.update_id})
 
     def _call_update_weights(self, params: dict[str, Any], answer: Answer) -> None:
@@ -227,9 +228,8 @@ class WeightUpdater:
         start = StartBody(update_id=body.update_id, handed_out=body.handed_out)
         staging = self._store.admit(start, self._paused())
         receiver = self._trainer.new_receiver(DiskTransport(), self._timeout_s)
-        update = Update(self._store, receiver, start, staging, single_call=True)
-        self._open(update)
-        return update
+        self._update = Update(self._store, receiver, start, staging, single_call=True)
+        return self._update
 
     def _received(self, update: Update) -> None:
         update.reply({"message": "Weights received"})
@@ -291,12 +291,13 @@ class WeightUpdater:
             "state": self._state,
             "weights": self._store.validity,
             "update_id": None,
-            "takeover_s": round(self._takeover_s, 3),
+            "takeover_s": 0.0,
             "committed_updates": dict(self._log.committed),
             **self._log.last,
         }
         if self._update is not None:
-            now |= {"update_id": self._update.id, **self._update.figures()}
+            now |= {"update_id": self._update.id, "takeover_s": self._update.alive_s(self._progress_s)}
+            now |= self._update.figures()
         answer.set_result(now | self._info())
 
     def _call_shutdown_weight_transfer_engine(self, params: dict[str, Any], answer: Answer) -> None:
@@ -316,13 +317,6 @@ class WeightUpdater:
 
     # Order.
 
-    @property
-    def _takeover_s(self) -> float:
-        """For how long the open update counts as alive, unless it shows progress: a takeover needs force till then."""
-        if self._update is None or self._update.receiver.transport.gone():
-            return 0.0
-        return max(0.0, self._progress_s - (time.monotonic() - self._update.touched))
-
     def _refuse_second(self) -> None:
         if self._update is not None:
             raise WeightUpdateError(
@@ -337,9 +331,6 @@ class WeightUpdater:
             doing = "committing" if self._state == "ready" else "still answering an earlier call"
             raise WeightUpdateError(409, f"{method} in state {self._state}: the update is {doing}; wait for its answer")
         return self._update
-
-    def _open(self, update: Update) -> None:
-        self._update, self._state = update, "open"
 
     # Jobs, on the receiver's thread.
 

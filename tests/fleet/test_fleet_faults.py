@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rollout.fleet.errors import EngineError
+from rollout.model.parameters import ModelParameters
 from rollout.weights.offer import offer_weights
 from rollout.weights.store import WeightStore
 from tests.support import tiny_models
@@ -331,5 +332,5 @@ def test_weights_that_nobody_takes_are_gathered_to_the_end() -> None:
             yield from super().gather(tensors)
             over.set()
 
-    offer_weights(Store(tiny_models.model("llama", 0)), 0.2, 2)
+    offer_weights(Store(ModelParameters(tiny_models.model("llama", 0))), 0.2, 2)
     assert over.wait(30)

@@ -277,11 +277,14 @@ def test_weight_info_says_what_the_last_update_was(server, tmp_path):
     info = server.call("weight_info")
     assert info["seconds"] >= 0
     assert info.pop("seconds") is not None
+    assert list(info.pop("committed_updates").values()) == [1]
     assert info == {
         "weight_version": "default",
         "epoch": 1,
         "state": "committed",
         "weights": "valid",
+        "update_id": None,
+        "takeover_s": 0.0,
         "last_error": None,
         "bytes": sum(t.nbytes for t in tensors.values()),
         "transport": "disk",
