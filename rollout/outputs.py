@@ -18,11 +18,15 @@ KVState = Literal["current", "mixed"]
 
 
 class FinishReason(StrEnum):
-    """Why a choice ended. ABORT covers aborts by the client, by a pause, and by a dying server."""
+    """Why a choice ended. ABORT covers aborts by the client, by a pause, and by a dying server.
+
+    ERROR: there was no token to sample, as the filters left none or the logits weren't finite; `stop_reason` tells.
+    """
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
@@ -49,11 +53,12 @@ class RoutingShape(msgspec.Struct, frozen=True):
 class TokenOutput(msgspec.Struct, array_like=True):
     """One step of one choice of one request: at most one new token, and the truth about it.
 
-    `token_id` is None where a choice ended without a new token (an abort). `logprobs` holds the sampled token first,
-    then the top k by rank, where asked for. `sampling_mask` is the support that the token was drawn from: ascending
-    ids, int32 in the machine's byte order (`mask_ids` reads them), None where the step was unfiltered. `epoch` and
-    `version` are those of the weights whose forward pass sampled the token; `kv` is "mixed" where the keys and values
-    it attended to were computed by more than one epoch. `routed_experts` are the rows (`EngineReady.routing` has their
+    `token_id` is None where a choice ended without a new token (an abort or an error). `logprobs` holds the sampled
+    token first, then the top k by rank, where asked for. `sampling_mask` is the support that the token was drawn from:
+    ascending ids, int32 in the machine's byte order (`mask_ids` reads them), None where the step was unfiltered.
+    `epoch` and `version` are those of the weights whose forward pass sampled the token; `kv` is "mixed" where the keys
+    and values it attended to were computed by more than one epoch. `routed_experts` are the rows
+    (`EngineReady.routing` has their
     layout) of the tokens that were computed for this one and that no output before it brought: of the whole prompt
     with the first token, then one row a token. After n tokens that makes prompt + n - 1 rows.
     """

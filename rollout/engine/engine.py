@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import secrets
 import time
@@ -27,6 +28,8 @@ from rollout.weights.updater import WeightUpdater
 
 if TYPE_CHECKING:
     from rollout.tensor_parallel.team import Team
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -94,6 +97,7 @@ class Engine:
         self._eos = self.runner.eos_token_ids
         self._seeds = random.Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._arrivals = 0
+        self._warned_epoch: int | None = None
 
     def close(self) -> None:
         """Abort an update under way, leave the trainer's group, and end the team's other processes."""
@@ -254,13 +258,22 @@ class Engine:
         request.prompt_logprobs += self.sampler.prompt_logprobs(logits[: len(targets)], targets, k)
 
     def _stop(self, sequence: Sequence, output: TokenOutput) -> None:
-        """Append the token that was sampled, and end the sequence if it must."""
-        assert output.token_id is not None
+        """Append the token that was sampled, and end the sequence if it must, or if there was none to sample."""
+        if output.token_id is None:
+            assert output.finish_reason is not None
+            self._warn_once_an_epoch(f"a choice of request {output.request_id} ends: {output.stop_reason}")
+            self._end(sequence, output.finish_reason)
+            return
         self.scheduler.counters["sampled_tokens"] += 1
         ended = sequence.append(output.token_id, output.epoch)
         if ended:
             output.finish_reason, output.stop_reason = ended
             self._end(sequence, ended[0])
+
+    def _warn_once_an_epoch(self, message: str) -> None:
+        if self._warned_epoch != self.store.epoch:
+            self._warned_epoch = self.store.epoch
+            logger.warning("epoch %d: %s (the metrics count all that do)", self.store.epoch, message)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         self.scheduler.remove(sequence)

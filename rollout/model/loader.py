@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from rollout.config import EngineConfig
 from rollout.kernels.attention.base import (
@@ -112,6 +119,36 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
         model.set_experts_implementation("batched_mm")  # a product a token: no expert sees its batch
     model.eval().requires_grad_(False).to(device)
     return model
+
+
+def eos_token_ids(config: EngineConfig, model: PreTrainedModel) -> list[int]:
+    """The ids that end a sequence, [] for none: the tokenizer's first, then the generation config's.
+
+    Source: vLLM's `SamplingParams.update_from_generation_config`, which stops at both, and gives the stop reason None
+    for the tokenizer's. Where they differ, that is logged.
+    """
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if configured is None:
+        configured = model.config.get_text_config().eos_token_id
+    ids = [] if configured is None else [int(i) for i in (configured if isinstance(configured, list) else [configured])]
+    own = _tokenizer_eos(config.model)
+    if own is None:
+        return ids
+    if own not in ids:
+        logger.warning("a choice ends at %d, the tokenizer's EOS, and at %s, the generation config's", own, ids)
+    return list(dict.fromkeys([own, *ids]))
+
+
+def _tokenizer_eos(path: str) -> int | None:
+    """The tokenizer's EOS; None where there is none. (A .gguf file's is what its generation config comes from.)"""
+    if path.endswith(".gguf") or (Path(path).exists() and not (Path(path) / "tokenizer_config.json").exists()):
+        return None
+    try:
+        eos = AutoTokenizer.from_pretrained(path).eos_token_id
+    except Exception as error:  # whatever a tokenizer's code raises: ids are served without one
+        logger.warning("the tokenizer of %s can't be loaded, so its EOS isn't known: %s", path, error)
+        return None
+    return eos if isinstance(eos, int) else None
 
 
 @torch.inference_mode()

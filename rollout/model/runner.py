@@ -16,7 +16,7 @@ from rollout.kernels.native import keep_freed_memory
 from rollout.model.fused import PackedWeights, fuse_gates, fuse_norms, fuse_rotary
 from rollout.model.graphs import CudaGraphs, DecodeGraphs
 from rollout.model.invariance import prove_batch_invariance
-from rollout.model.loader import load_model, plug_in_attention
+from rollout.model.loader import eos_token_ids, load_model, plug_in_attention
 from rollout.model.parameters import ModelParameters
 from rollout.model.routed_experts import RoutedExperts
 
@@ -35,6 +35,7 @@ class ModelRunner:
         self.config = config
         keep_freed_memory()
         self.model = load_model(config)
+        self.eos_token_ids = eos_token_ids(config, self.model)
         loaded = time.perf_counter()
         shapes = plug_in_attention(self.model)
         self.device, self.dtype = self.model.device, self.model.dtype
@@ -76,16 +77,6 @@ class ModelRunner:
             )
         self.graphs = self._decode_graphs()
         self.seconds = {"load": loaded - started, "check_and_cache": time.perf_counter() - loaded}
-
-    @property
-    def eos_token_ids(self) -> list[int]:
-        """The generation config's end-of-sequence ids, the first one first; [] for none."""
-        eos = self.model.generation_config.eos_token_id
-        if eos is None:
-            eos = self.model.config.get_text_config().eos_token_id
-        if eos is None:
-            return []
-        return list(eos) if isinstance(eos, list | tuple) else [int(eos)]
 
     @property
     def max_head_rows(self) -> int:

@@ -11,6 +11,8 @@ MAX_SEED = 2**63 - 1
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOPS = 64  # each is looked for in the text of every token
 MAX_STOP_LENGTH = 4096
+MAX_BAD_WORDS = 4096
+MAX_BAD_WORD_LENGTH = 256  # in characters: every token is compared with the words that may be under way
 
 
 class ParameterError(ValueError):
@@ -74,8 +76,21 @@ class SamplingParams:
         self._validate_counts(vocab_size, max_logprobs, max_num_seqs)
         self._validate_ids(vocab_size)
         self._validate_stop()
+        self._validate_bad_words()
+
+    def _validate_bad_words(self) -> None:
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise ParameterError(
+                f"bad_words must hold at most {MAX_BAD_WORDS} strings, got {len(self.bad_words)}.", "bad_words"
+            )
         if any(not w for w in self.bad_words):
             raise ParameterError("bad_words cannot contain an empty string.", "bad_words")
+        longest = max(map(len, self.bad_words), default=0)
+        if longest > MAX_BAD_WORD_LENGTH:
+            raise ParameterError(
+                f"bad_words must hold strings of at most {MAX_BAD_WORD_LENGTH} characters, got one of {longest}.",
+                "bad_words",
+            )
 
     def _validate_stop(self) -> None:
         if any(not s for s in self.stop):
@@ -145,6 +160,10 @@ class SamplingParams:
 
     def _validate_ids(self, vocab_size: int) -> None:
         def check(name: str, ids: list[int]) -> None:
+            if len(ids) > vocab_size:  # before anything looks at each of them
+                raise ParameterError(
+                    f"{name} holds {len(ids)} ids, more than the vocabulary of {vocab_size}: name each once", name
+                )
             wrong = [i for i in ids if not 0 <= i < vocab_size]
             if wrong:
                 raise ParameterError(f"{name} holds ids outside the vocabulary of {vocab_size}: {wrong[:5]}", name)

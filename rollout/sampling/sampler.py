@@ -14,10 +14,12 @@ from torch.nn.functional import pad
 
 from rollout.config import LogprobsMode
 from rollout.kernels.native import address, is_fast, library
-from rollout.outputs import TokenLogprob, TokenOutput
+from rollout.outputs import FinishReason, TokenLogprob, TokenOutput
 from rollout.sampling.filters import filter_logits, is_filtered, only_scales, top_tokens
 from rollout.sampling.rows import SamplingRow
 
+NOT_FINITE = "the logits hold NaN or infinity: the weights are broken; push sound ones"
+NO_TOKEN_LEFT = "no token is left: allowed_token_ids, bad_words, logit_bias, min_tokens and the like ban them all"
 NO_LOGPROB = -9999.0  # what the protocol sends for -inf and NaN
 BLOCK = 256  # tokens in one block of the two-level draw; a power of two
 PROMPT_ROWS = 128  # rows of prompt logits that are worked on at once, which bounds the memory it takes
@@ -40,7 +42,8 @@ class Sampler:
 
         The outputs have the row's request, its token, its logprobs and its sampling mask; nothing of the weights yet.
 
-        A row whose filters leave no token, or whose logits hold no number, gives token 0 with a logprob of -9999.0.
+        A row whose filters leave no token, or whose logits hold NaN, +inf or nothing but -inf, gives no token: its
+        output ends the choice with FinishReason.ERROR and a `stop_reason` that says why.
         Raises ValueError where `rows` and `logits` differ in number.
         """
         if len(rows) != len(logits):
@@ -60,12 +63,14 @@ class Sampler:
                 groups[params.logprobs].append(r)
             if row.filters.want_mask and is_filtered(row, logits.shape[-1]):
                 masked.append(r)
-        tensors = [tokens]
+        finite = logits.amax(-1).isfinite()  # a NaN is the largest of its row
+        left = finite if filtered is None else filtered.amax(-1) > -math.inf
+        tensors = [tokens, finite, left]
         for k, members in groups.items():
             tensors += _logprob_table(_take(source, members), _take(tokens, members), k)
 
         arrays = iter(_to_host(tensors))
-        ids = next(arrays).astype(int).tolist()
+        ids, numbers, some = (next(arrays).astype(int).tolist() for _ in range(3))
         sampled = [TokenOutput(row.request_id, row.index, token) for row, token in zip(rows, ids, strict=True)]
         for members in groups.values():
             for r, entries in zip(members, _entries([ids[r] for r in members], *islice(arrays, 4)), strict=True):
@@ -74,7 +79,11 @@ class Sampler:
             asked = rows[r].filters.params.logprob_token_ids or ()
             sampled[r].logprobs = _logprobs_of(source[r], [ids[r], *asked])
         for r, mask in zip(masked, [] if filtered is None else _masks(filtered, masked), strict=True):
-            sampled[r].sampling_mask = (mask if len(mask) else np.array([ids[r]], np.int32)).tobytes()
+            sampled[r].sampling_mask = mask.tobytes()
+        for r, row in enumerate(rows):
+            if not (numbers[r] and some[r]):
+                why = NO_TOKEN_LEFT if numbers[r] else NOT_FINITE
+                sampled[r] = TokenOutput(row.request_id, row.index, finish_reason=FinishReason.ERROR, stop_reason=why)
         return sampled
 
     def _needed_filtered(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor | None:

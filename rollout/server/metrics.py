@@ -81,7 +81,7 @@ class Metrics:
         labels = [*_LABELS, "finished_reason"]
         family = CounterMetricFamily("vllm:request_success", "Choices that have ended.", labels=labels)
         for rank, counted in stats.items():
-            for reason in ("stop", "length", "abort"):
+            for reason in ("stop", "length", "abort", "error"):
                 family.add_metric([self._model, str(rank), reason], counted.get(f"finished_{reason}", 0))
         return family
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from rollout.engine.request import Request, Sequence
 from rollout.engine.scheduler import Scheduler, SchedulerOutput
 from rollout.outputs import TokenLogprob
 from rollout.sampling.params import SamplingParams
+from tests.support.trace import count_lines
 
 BLOCK = 4
 MAX_MODEL_LEN = 32
@@ -426,3 +428,59 @@ def test_a_commit_restarts_a_prefill_and_leaves_a_decode_its_cache_under_keep(
     assert kinds[prefilling.request_id] == {frozenset({1})}
     assert kinds[decoding.request_id] == {frozenset({0, 1}) if policy == "keep" else frozenset({1})}
     assert w.scheduler.counters["recomputed_sequences"] == (1 if policy == "keep" else 2)
+
+
+def test_cached_tokens_are_those_of_the_first_admission() -> None:
+    w = world(num_blocks=8)
+    w.add([0] * 8, max_tokens=20)
+    second = w.add([1] * 8, max_tokens=20)
+    (sequence,) = second.sequences.values()
+    while w.scheduler.running or w.scheduler.waiting:
+        w.step()
+        assert sequence.cached_tokens == 0
+    assert w.scheduler.counters["preemptions"] > 0
+    assert w.scheduler.counters["prefix_hit_tokens"] > 0, "it found its own blocks when it came back"
+
+
+@pytest.mark.parametrize("n", [1, 16])
+def test_an_abort_costs_the_same_for_any_number_of_others(n: int) -> None:
+    def abort_all(count: int) -> int:
+        w = world()
+        requests = [w.add([1, 2, 0] * 7, n=n) for _ in range(count)]
+        w.step()
+
+        def abort() -> None:
+            for request in requests:
+                for sequence in reversed([*request.sequences.values()]):
+                    w.scheduler.remove(sequence)
+
+        return count_lines(abort)
+
+    assert abort_all(128) < 2.2 * abort_all(64)
+
+
+class CountedIds(list[int]):
+    """Token ids that count how many of them are read."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        type(self).read += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, key: Any) -> Any:
+        type(self).read += len(range(*key.indices(len(self)))) if isinstance(key, slice) else 1
+        return super().__getitem__(key)
+
+
+def test_a_step_does_not_read_the_prompts_of_those_that_wait() -> None:
+    w = world(tokens=8)
+    for arrival in range(50):
+        prompt = CountedIds([1, 2, 0] * 1000)
+        request = Request(f"r{arrival}", prompt, SamplingParams(), 0, arrival, 4)
+        w.scheduler.add([Sequence(request, 0, prompt)])
+    w.scheduler.computed(w.scheduler.schedule())
+    CountedIds.read = 0
+    for _ in range(5):
+        w.scheduler.computed(w.scheduler.schedule())
+    assert CountedIds.read < 2 * 3000

@@ -8,15 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto import CONFIG_MAPPING
 
 from rollout.config import EngineConfig
 from rollout.kernels.attention.base import AttentionParams
 from rollout.kernels.attention.torch_paged import TorchAttention
 from rollout.model import loader
-from rollout.model.loader import UnsupportedModelError, load_model, plug_in_attention, resolve_device, resolve_dtype
+from rollout.model.loader import (
+    UnsupportedModelError,
+    eos_token_ids,
+    load_model,
+    plug_in_attention,
+    resolve_device,
+    resolve_dtype,
+)
 from tests.support import tiny_models
 from tests.support.engine_utils import assert_exact, engine, prompt, request, run
 
@@ -203,3 +212,20 @@ def test_dummy_weights_come_from_the_seed_and_need_no_checkpoint(tmp_path: Path)
 def test_lengths_that_cannot_be_served_are_refused(config: dict[str, int], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         engine(tiny_models.build("llama", tmp_path), **config)
+
+
+def test_an_eos_that_only_the_tokenizer_knows_ends_a_choice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tiny_models.build("llama", tmp_path / "model")  # its generation config says EOS_TOKEN_ID
+    config = EngineConfig(model=str(path), dtype="float32", device="cpu")
+    model = load_model(config)
+    assert eos_token_ids(config, model) == [tiny_models.EOS_TOKEN_ID]
+    vocabulary = {"a": 0, "b": 1, "</s>": 2}
+    words = Tokenizer(WordLevel(vocabulary, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>").save_pretrained(path)
+    assert eos_token_ids(config, model) == [2, tiny_models.EOS_TOKEN_ID]
+    assert "at 2, the tokenizer's EOS, and at [1]" in caplog.text
+    ending = engine(path)
+    params = {"allowed_token_ids": [2], "max_tokens": 5}
+    for ids, reason in (([2], None), ([1], 1)):
+        (outputs,) = run(ending, [request("r", [5, 6], **{**params, "allowed_token_ids": ids})]).values()
+        assert [(o.token_id, o.finish_reason, o.stop_reason) for o in outputs] == [(ids[0], "stop", reason)]

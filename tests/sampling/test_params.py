@@ -72,3 +72,19 @@ def test_refused(values: dict[str, Any], param: str | None, said: str) -> None:
 def test_the_whole_vocabulary_of_logprobs_needs_a_limit_that_allows_it() -> None:
     for allowed in (-1, 100):
         SamplingParams(logprobs=-1, prompt_logprobs=-1).validate(**{**LIMITS, "max_logprobs": allowed})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"allowed_token_ids": [5] * 101},
+        {"stop_token_ids": [5] * 101},
+        {"bad_words": ["x"] * 4097},
+        {"bad_words": ["x" * 257]},
+    ],
+)
+def test_a_list_that_every_step_would_pay_for_is_bounded(values: dict[str, Any]) -> None:
+    (name,) = values
+    with pytest.raises(ParameterError, match=r"101 ids|at most") as refusal:
+        SamplingParams(**values).validate(**LIMITS)
+    assert refusal.value.param == name

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout.outputs import TokenLogprob, TokenOutput, mask_ids
+from rollout.outputs import FinishReason, TokenLogprob, TokenOutput, mask_ids
 from rollout.sampling import filters, sampler
 from rollout.sampling.filters import filter_logits, is_filtered, top_tokens
 from rollout.sampling.params import SamplingParams
 from rollout.sampling.rows import RequestFilters, SamplingRow
 from rollout.sampling.sampler import Sampler, draw, philox4x32, uniforms
+from tests.support.trace import count_lines
 
 VOCAB = 70  # more than the narrowest look at the likeliest tokens
 INF = math.inf
@@ -299,7 +300,8 @@ def test_draws_in_one_pass_are_those_of_filtered_logits_in_torch(vocab: int, mon
     logits[1, vocab // 2], logits[2, 0], logits[3] = INF, math.nan, -INF
     rows = [make_row(r, temperature=(1.0, 0.2, 1e-9, 3.0)[r // 10]) for r in range(40)]
     tokens = [s.token_id for s in Sampler().sample(logits, rows)]
-    assert tokens == draw(filter_logits(logits, rows), torch.from_numpy(uniforms(rows))).tolist()
+    drawn = draw(filter_logits(logits, rows), torch.from_numpy(uniforms(rows))).tolist()
+    assert tokens == [None if r in (1, 2, 3) else token for r, token in enumerate(drawn)]
     monkeypatch.setattr(sampler, "is_fast", lambda: False)
     assert tokens == [s.token_id for s in Sampler().sample(logits, rows)]
 
@@ -342,11 +344,61 @@ def test_unusable_logits_harm_no_other_row() -> None:
         for mode in ("raw_logprobs", "processed_logprobs"):
             result = Sampler(mode).sample(torch.stack([nan, good, spike, low]), rows)  # type: ignore[arg-type]
             assert result[1] == Sampler(mode).sample(good[None], rows[:1])[0]  # type: ignore[arg-type]
-            assert result[2].token_id == 7
-            for broken in (result[0], result[3]):
-                assert broken.token_id == 0
-                assert (broken.logprobs or [])[0].logprob == -9999.0
-                assert mask_of(broken) in (None, [0])
+            for broken in (result[0], result[2], result[3]):
+                assert broken == TokenOutput("", 0, finish_reason=FinishReason.ERROR, stop_reason=sampler.NOT_FINITE)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_token_is_answered_where_the_filters_leave_none(temperature: float) -> None:
+    rows = [
+        make_row(allowed_token_ids=[2, 3], bad=[[4, 2], [4, 3]], output=output, logprobs=1, temperature=temperature)
+        for output in ([4], [5])
+    ]
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        nothing, fine = Sampler(mode).sample(torch.zeros(2, 8), rows)  # type: ignore[arg-type]
+        assert nothing == TokenOutput("", 0, finish_reason=FinishReason.ERROR, stop_reason=sampler.NO_TOKEN_LEFT)
+        assert fine.token_id in (2, 3)
+        assert fine.finish_reason is None
+
+
+def test_top_p_counts_what_top_k_has_left() -> None:
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    for top_p, mask in [(0.5, [0]), (0.6, [0, 1])]:  # of the two that top-k leaves, the first holds 4/7
+        assert mask_of(Sampler().sample(logits, [make_row(top_k=2, top_p=top_p)])[0]) == mask
+
+
+def test_a_step_costs_the_same_after_any_number_of_tokens() -> None:
+    logits = torch.zeros(1, 20_000)
+    params: dict[str, Any] = {
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.1,
+        "stop_token_ids": [*range(9000, 12_000)],
+        "min_tokens": 20_000,
+        "allowed_token_ids": [*range(15_000)],
+    }
+    bad = [[token, 7, 8] for token in range(2000)]
+    costs = []
+    for length in (100, 9000):
+        row = make_row(prompt=range(length), output=range(length), bad=bad, eos=(1,), **params)
+        Sampler().sample(logits, [row])
+
+        def step(row: Row = row) -> None:
+            row.append(Sampler().sample(logits, [row])[0].token_id or 0)
+
+        costs.append(count_lines(step))
+    assert abs(costs[0] - costs[1]) < 20, costs
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 2), max_size=12), st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=6))
+def test_bad_words_are_matched_token_by_token(output: list[int], words: list[list[int]]) -> None:
+    row = make_row(bad=words)
+    for length in range(len(output) + 1):
+        fits = [w for w in words if 0 < len(w) <= length + 1 and output[length - len(w) + 1 : length] == w[:-1]]
+        expected = {word[-1] for word in fits}
+        assert {int(token) for ids in row.banned for token in ids} == expected
+        if length < len(output):
+            row.append(output[length])
 
 
 def test_extreme_parameters_leave_a_distribution() -> None:

@@ -153,12 +153,18 @@ def _messages(turn: Turn, where: str) -> Iterator[Message]:
         yield Message.model_validate({"role": turn.role, "content": "\n".join(texts), **fields})
 
 
-_STOP_REASONS = {FinishReason.STOP: "end_turn", FinishReason.LENGTH: "max_tokens", FinishReason.ABORT: "abort"}
+_STOP_REASONS = {
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
+}
 
 
 def stop_reason(delta: Delta) -> tuple[str, str | None]:
-    """Anthropic's `stop_reason`, and the `stop_sequence` where it was one. Theirs has no word for an abort."""
-    if isinstance(delta.stop_reason, str):
+    """Anthropic's `stop_reason`, and the `stop_sequence` where it was one. Theirs has no word for an abort
+    or an error."""
+    if delta.finish_reason == FinishReason.STOP and isinstance(delta.stop_reason, str):
         return "stop_sequence", delta.stop_reason
     assert delta.finish_reason is not None
     return _STOP_REASONS[delta.finish_reason], None
