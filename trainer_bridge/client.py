@@ -23,7 +23,7 @@ _POLL_S = 0.1
 
 
 class RolloutError(Exception):
-    """The server refused a request (`status` is HTTP's), or could not be reached or heard to the end (`status` 0)."""
+    """The server refused a request (`status` is HTTP's), could not be reached, or broke off its answer (`status` 0)."""
 
     def __init__(self, status: int, type: str, message: str, param: str | None = None) -> None:
         super().__init__(f"{type} ({status}): {message}" if status else message)

@@ -47,8 +47,8 @@ class Staging:
     """The set of parameters that one update fills (`into`), and what has been received of it.
 
     `live` is the set that serves meanwhile, which a partial or sparse update starts from; `prepare` is called with a
-    set that is whole. `heals`: the live weights were invalid when it began. `written`: something has come into the
-    buffers. `allow_partial`: what is missing is taken from the live set, whether the update says so or not.
+    set that is whole. `replaces_invalid`: the live weights were invalid when it began. `written`: something has come
+    into the buffers. `allow_partial`: what is missing is taken from the live set, whether the update says so or not.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class Staging:
         *,
         in_place: bool,
         verify: bool,
-        heals: bool,
+        replaces_invalid: bool,
         allow_partial: bool,
     ) -> None:
         self.into, self._live = into, live
-        self.in_place, self.heals = in_place, heals
+        self.in_place, self.replaces_invalid = in_place, replaces_invalid
         self.written = False
         self._names = names
         self._prepare, self._allow_partial = prepare, allow_partial
@@ -249,9 +249,9 @@ class Staging:
     def _complete(self, required: list[Target], partial: bool, progress: Callable[[], None]) -> None:
         missing = [t for t in required if t.name not in self._filled]
         # After a failed in-place update nothing of the live set may be relied on, optional buffers neither.
-        lacking = [t.name for t in missing if self.heals or t.slot not in self._names.optional]
+        lacking = [t.name for t in missing if self.replaces_invalid or t.slot not in self._names.optional]
         what = f"the update lacks {len(lacking)} of {len(required)} parameters: {listing(lacking)}. "
-        if lacking and self.heals:
+        if lacking and self.replaces_invalid:
             raise WeightUpdateError(400, what + "Send them all: the weights are invalid, nothing can be kept of them")
         if lacking and not partial:
             raise WeightUpdateError(

@@ -71,7 +71,7 @@ class WeightStore:
         if not in_place:
             self.check_room()
         with self._lock:
-            heals = not self.valid
+            replaces_invalid = not self.valid
             if in_place:
                 if self._readers:
                     raise WeightUpdateError(409, "weight_checker or a snapshot reads the weights: start again soon")
@@ -91,7 +91,7 @@ class WeightStore:
             self._prepare,
             in_place=in_place,
             verify=verify,
-            heals=heals,
+            replaces_invalid=replaces_invalid,
             allow_partial=self.allow_partial,
         )
 
@@ -138,7 +138,7 @@ class WeightStore:
                 self._lent.remove(staging.into)
                 self._spare = staging.into
             elif not staging.written:
-                self.valid = not staging.heals
+                self.valid = not staging.replaces_invalid
 
     def can_commit(self, staging: Staging) -> bool:
         """Whether a commit may happen now: one that overwrites the live set waits for those who read it."""

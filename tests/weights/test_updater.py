@@ -62,7 +62,7 @@ class UpdateOrder(RuleBasedStateMachine):
         )
         self.joined = False
         self.state, self.received, self.partial, self.label_wished = "idle", [], False, None
-        self.in_place, self.heals, self.valid = False, False, True
+        self.in_place, self.replaces_invalid, self.valid = False, False, True
         self.serving = {n: 0 for n, _ in tiny(0).named_parameters()}
         self.epoch, self.label = 0, "default"
         self.references = {seed: dict(tiny(seed).named_parameters()) for seed in (0, 1, 2)}
@@ -93,7 +93,7 @@ class UpdateOrder(RuleBasedStateMachine):
 
     def drop(self, state="aborted"):
         if self.active and self.in_place and not self.received:
-            self.valid = not self.heals
+            self.valid = not self.replaces_invalid
         self.state, self.received = state, []
 
     def commit(self, received, label):
@@ -131,7 +131,7 @@ class UpdateOrder(RuleBasedStateMachine):
         else:
             self.call("start_weight_update", **body)
             self.state, self.received, self.partial, self.label_wished = "open", [], partial, None
-            self.in_place, self.heals = staging == "in_place", not self.valid
+            self.in_place, self.replaces_invalid = staging == "in_place", not self.valid
             self.valid = self.valid and not self.in_place
 
     @rule(part=st.sampled_from(["whole", "whole", "first", "rest"]), seed=st.sampled_from([1, 2]))
@@ -175,7 +175,7 @@ class UpdateOrder(RuleBasedStateMachine):
         if not self.active or self.state == "open":
             self.refused(self.out_of_order if not self.active else 409, "finish_weight_update", **body)
             return
-        if (self.heals or not self.partial) and len(self.received) < len(self.serving):
+        if (self.replaces_invalid or not self.partial) and len(self.received) < len(self.serving):
             self.refused(400, "finish_weight_update", **body)
             self.drop()
             return
