@@ -30,9 +30,9 @@ async def admit(
     check_prompt(server.model, token_ids)
     params = body.to_sampling_params()
     resolve_params(server, params, len(token_ids))
-    vocabulary = None
-    if body.wants_text:
-        vocabulary = await require_vocabulary(server, "Text needs")
+    vocabulary, wants_text = None, body.wants_text
+    if wants_text:
+        vocabulary = await require_vocabulary(server, body.text_needs, param=body.text_param)
     elif params.stop:
         vocabulary = await require_vocabulary(server, "Stop strings need", param="stop")
     elif params.prompt_logprobs is not None:
@@ -50,7 +50,7 @@ async def admit(
         cache_salt=body.cache_salt,
         return_sampling_mask=server.config.return_sampling_mask,
     )
-    return Generation(server, request, vocabulary, wants_text=body.wants_text, rank=rank, first_index=first_index)
+    return Generation(server, request, vocabulary, wants_text=wants_text, rank=rank, first_index=first_index)
 
 
 def make_request_id(headers: Headers, body: GenerationBody) -> str:
@@ -74,7 +74,8 @@ def data_parallel_rank(server: ServerContext, headers: Headers) -> int | None:
         rank = int(headers["x-data-parallel-rank"])
     except (KeyError, ValueError):
         return None
-    if not 0 <= rank < (size := len(server.engine.ranks)):
+    size = len(server.engine.ranks)
+    if not 0 <= rank < size:
         raise ApiError(400, f"data_parallel_rank {rank} is out of range [0, {size}).")
     return rank
 
@@ -125,6 +126,8 @@ def check_satisfiable(params: SamplingParams, bad_words: list[list[int]], model:
     banned = {word[0] for word in bad_words if len(word) == 1}
     if params.min_tokens:
         banned.update(model.eos_token_ids, params.stop_token_ids)
+    if not banned:
+        return
     allowed = range(model.vocab_size) if params.allowed_token_ids is None else params.allowed_token_ids
     if all(token in banned for token in allowed):
         message = (

@@ -107,7 +107,7 @@ class _Choice:
         delta = self._next
         if self._wants_text:
             delta.text = "".join(self._text)
-        if any(mask is not None for mask in self._masks):
+        if any(self._masks):  # a mask is never empty
             delta.sampling_mask = self._masks
         if self._routed and self._routing is not None:
             delta.routed_experts = routed_experts_npy(b"".join(self._routed), self._routing)

@@ -14,7 +14,7 @@ from rollout.sampling.params import ParameterError
 from rollout.server.context import ServerContext
 from rollout.server.errors import ApiError
 from rollout.server.text.detokenizer import Vocabulary
-from rollout.server.wire.body import ChatFields, ContentPart, Message, Prompt, TextPrompt
+from rollout.server.wire.body import ChatFields, ContentPart, Message, TextPrompt
 
 
 async def require_vocabulary(server: ServerContext, what: str, *, param: str | None = None) -> Vocabulary:
@@ -31,16 +31,12 @@ async def require_tokenizer(server: ServerContext) -> Any:
     return (await require_vocabulary(server, "Text needs")).tokenizer
 
 
-async def token_ids(server: ServerContext, prompt: Prompt) -> list[int]:
-    """The token ids of a prompt. Raises a 400 for a text that no prompt of the model's length can hold."""
-    match prompt:
-        case TextPrompt(text, add_special_tokens):
-            tokenizer = await require_tokenizer(server)
-            return await asyncio.to_thread(_encode, tokenizer, text, add_special_tokens, server.model.max_model_len)
-        case ChatFields():
-            return await render_chat(server, prompt)
-        case _:
-            return prompt
+async def token_ids(server: ServerContext, prompt: TextPrompt | ChatFields) -> list[int]:
+    """The token ids of a text or of a chat. Raises a 400 for a text that no prompt of the model's length can hold."""
+    if isinstance(prompt, ChatFields):
+        return await render_chat(server, prompt)
+    tokenizer = await require_tokenizer(server)
+    return await asyncio.to_thread(_encode, tokenizer, *prompt, server.model.max_model_len)
 
 
 async def render_chat(server: ServerContext, chat: ChatFields) -> list[int]:

@@ -348,3 +348,14 @@ def test_with_a_tokenizer(tokenizer_folder: str) -> None:
         assert server.stats()["added"][-1]["bad_words_token_ids"] == [[0], [2], [1], [3, 4]]
         refused = http.post(PATH, json={"token_ids": [7], "sampling_params": {"bad_words": ["  "]}})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "bad_words")
+
+
+SHORT = {"token_ids": [5], "sampling_params": {"max_tokens": 2}}
+
+
+@pytest.mark.parametrize("rank", ["-1", "1", "-9999999999999999999999", "9" * 4000])
+def test_a_rank_below_zero_was_a_500_and_a_cut_connection(client: httpx.Client, rank: str) -> None:
+    answer = client.post(PATH, json=SHORT, headers={"X-data-parallel-rank": rank})
+    assert answer.status_code == 400, answer.text
+    assert "is out of range [0, 1)" in answer.json()["error"]["message"]
+    assert client.post(PATH, json=SHORT).status_code == 200

@@ -27,7 +27,7 @@ async def respond(
 
     Raises EngineError or ApiError where the server can't take them now, or fails before the first byte is sent.
     """
-    server.check_accepting(sum(generation.n for generation in generations))
+    server.check_accepting(len(generations) * generations[0].n)
     with contextlib.ExitStack() as running:
         for generation in generations:
             running.enter_context(generation)

@@ -12,7 +12,7 @@ from rollout.server.answers.respond import respond
 from rollout.server.context import ServerContext, ServerDep, require_json
 from rollout.server.errors import ApiError
 from rollout.server.generation import Generation
-from rollout.server.prompts import require_vocabulary, token_ids
+from rollout.server.prompts import token_ids
 from rollout.server.wire.answer import B, Writer
 from rollout.server.wire.anthropic import MessagesRequest, MessagesWriter
 from rollout.server.wire.chat import ChatCompletionRequest, ChatWriter
@@ -26,8 +26,6 @@ scale_out_router = APIRouter(dependencies=[Depends(require_json)])
 @scale_out_router.post("/inference/v1/generate")
 async def generate(body: GenerateRequest, request: Request, server: ServerDep) -> Response:
     """Continue a prompt of token ids; server-sent events with `stream`."""
-    if body.wants_text:
-        await require_vocabulary(server, "output_mode='text' needs", param="output_mode")
     return await _answer(GenerateWriter, body, request, server)
 
 
@@ -55,7 +53,7 @@ async def _answer(dialect: type[Writer[B]], body: B, request: Request, server: S
     body.check()
     generations: list[Generation] = []
     for prompt in body.prompts():
-        ids = await token_ids(server, prompt)
+        ids = prompt if isinstance(prompt, list) else await token_ids(server, prompt)
         first_index = generations[-1].first_index + generations[-1].n if generations else 0
         generations.append(await admit(server, body, request.headers, ids, first_index))
     return await respond(request, server, dialect(body, server.config, generations), generations)

@@ -67,7 +67,8 @@ async def _rendered(server: ServerContext, body: OpenAIRequest, headers: Headers
     body.check()
     rendered = []
     for prompt in body.prompts():
-        ids, params = await token_ids(server, prompt), body.to_sampling_params()
+        ids = prompt if isinstance(prompt, list) else await token_ids(server, prompt)
+        params = body.to_sampling_params()
         check_prompt(server.model, ids)
         resolve_params(server, params, len(ids))
         one = RenderedRequest(

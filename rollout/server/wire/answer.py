@@ -61,7 +61,7 @@ class Answer:
 
     def told_prompt_logprobs(self) -> PromptLogprobs | None:
         """The prompt's logprobs as answers tell them. Long prompts take long: not for the event loop."""
-        return prompt_logprobs(self.prompt_logprobs, self.vocabulary)
+        return None if self.prompt_logprobs is None else prompt_logprobs(self.prompt_logprobs, self.vocabulary)
 
 
 class Usage(msgspec.Struct):

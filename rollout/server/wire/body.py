@@ -102,9 +102,15 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(Body):
-    """What a request to generate has in every dialect. `id_prefix` begins the ids of its answers."""
+    """What a request to generate has in every dialect.
+
+    `id_prefix` begins the ids of its answers; `text_needs` and `text_param` say what a server without a tokenizer
+    refuses.
+    """
 
     id_prefix: ClassVar[str]
+    text_needs: ClassVar[str] = "Text needs"
+    text_param: ClassVar[str | None] = None
 
     model: Text | None = None
     stream: bool | None = False

@@ -120,12 +120,8 @@ def token_text(token_id: int, vocabulary: Vocabulary | None, *, as_ids: bool) ->
     return vocabulary.piece(token_id)
 
 
-def prompt_logprobs(
-    positions: Sequence[list[TokenLogprob] | None] | None, vocabulary: Vocabulary | None
-) -> PromptLogprobs | None:
-    """What a prompt's logprobs were, where asked for: each candidate under its id, with its text if that is known."""
-    if positions is None:
-        return None
+def prompt_logprobs(positions: Sequence[list[TokenLogprob] | None], vocabulary: Vocabulary | None) -> PromptLogprobs:
+    """What a prompt's logprobs were: each candidate under its id, with its text if that is known."""
 
     def read(candidate: TokenLogprob) -> PromptLogprob:
         text = None if vocabulary is None else vocabulary.piece(candidate.token_id)[0]

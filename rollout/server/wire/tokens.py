@@ -52,6 +52,8 @@ class GenerateRequest(GenerationBody):
     """A prompt of token ids and how to continue it. Unknown fields are ignored."""
 
     id_prefix = "generate-tokens-"
+    text_needs = "output_mode='text' needs"
+    text_param = "output_mode"
 
     token_ids: Annotated[list[int], Field(min_length=1, fail_fast=True)]
     sampling_params: Annotated[SamplingParams, BeforeValidator(_lenient)]
