@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -77,3 +79,22 @@ def test_every_text_tells_pip_the_distributions_own_name() -> None:
             for line in re.findall(r"pip3? install\b[^\n`]*", path.read_text()):
                 installed |= {(name, word) for word in re.findall(r"(?<![\w./-])rollout\b[\w-]*", line)}
     assert {word for _, word in installed} == {PROJECT["name"]}, installed
+
+
+def test_every_package_that_the_product_imports_is_a_declared_dependency() -> None:
+    """What only comes along with another dependency may be gone with its next version."""
+    extras = PROJECT["optional-dependencies"].values()
+    requirements = [*PROJECT["dependencies"], *(requirement for extra in extras for requirement in extra)]
+    declared = {re.split(r"[^\w.-]", name, maxsplit=1)[0].lower().replace("_", "-") for name in requirements}
+    imported: set[str] = set()
+    for path in [path for package in ("rollout", "trainer_bridge") for path in (ROOT / package).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                imported.add(node.module.partition(".")[0])
+    third_party = imported - set(sys.stdlib_module_names) - {"rollout", "trainer_bridge"}
+    distributions = importlib.metadata.packages_distributions()
+    names = {name: {d.lower().replace("_", "-") for d in distributions.get(name, [])} for name in third_party}
+    optional = {"triton"}  # only where there is a wheel of it: its extra says so
+    assert {name for name, of in names.items() if not of & declared} - optional == set()
