@@ -17,7 +17,7 @@ WeightStaging = Literal["full", "in_place"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 DataParallelBackend = Literal["mp", "ray"]
-AttentionBackendName = Literal["auto", "native", "torch", "flash_attn", "triton"]
+AttentionBackendName = Literal["auto", "native", "torch", "triton"]
 
 
 def flag(default: Any, help: str, *, secret: bool = False) -> Any:
@@ -78,7 +78,7 @@ class EngineConfig:
     enable_return_routed_experts: bool = flag(False, "Add routed_experts to the answers of a mixture-of-experts model.")
     attention_backend: AttentionBackendName = flag(
         "auto",
-        "Compute attention by this. auto: native (compiled once) or torch on CPU, flash_attn or triton on CUDA.",
+        "Compute attention by this. auto: native (compiled once) or torch on a CPU, triton on CUDA.",
     )
     tensor_parallel_size: int = flag(1, "Split every layer of one engine's model over this many devices.")
     enforce_eager: bool = flag(False, "Never capture CUDA graphs.")

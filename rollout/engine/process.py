@@ -57,7 +57,7 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
         inbox = context.socket(zmq.PULL)
         inbox.connect(to_engine)
         try:
-            engine = EngineProcess(config, inbox, outbox, partial(_end, context, from_engine))
+            engine = EngineProcess(config, inbox, outbox, partial(end, context, from_engine))
         except ValueError as error:  # what was asked for can't be served: the message says so, a traceback wouldn't
             outbox.send(_encode(EngineDied(str(error))))
             return
@@ -82,7 +82,7 @@ def _die_with_parent(parent: int) -> None:
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
-def _end(context: zmq.Context[zmq.Socket[bytes]], from_engine: str, reason: str) -> None:
+def end(context: zmq.Context[zmq.Socket[bytes]], from_engine: str, reason: str) -> None:
     """Say why and exit, on any thread: the engine's own is stuck."""
     outbox = context.socket(zmq.PUSH)
     outbox.connect(from_engine)

@@ -7,6 +7,7 @@ model is loaded, and only taken where all bits are equal. Linear layers are comp
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable
@@ -93,8 +94,8 @@ def fuse_norms(model: nn.Module) -> None:
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             fused = _norm(module)
-            if fused is not None and _same(module.forward, fused, module.weight):  # type: ignore[arg-type]
-                module.forward = fused
+            if fused is not None and _same_norm(module, fused):
+                module.forward = fused  # type: ignore[method-assign, assignment]
 
 
 def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
@@ -143,10 +144,20 @@ def _vector_width() -> int | None:
     return None
 
 
+def _same_norm(module: Any, fused: Callable[[Tensor], Tensor]) -> bool:
+    """Tried with other weights than the model's: where those are ones, every order of operations looks the same."""
+    weight = module.weight.data
+    module.weight.data = torch.randn(weight.shape).to(weight.dtype)
+    try:
+        return _same(module.forward, fused, len(weight), weight.dtype)
+    finally:
+        module.weight.data = weight
+
+
 @torch.inference_mode()
-def _same(stock: Callable[[Tensor], Tensor], fused: Callable[[Tensor], Tensor], weight: Tensor) -> bool:
+def _same(stock: Callable[[Tensor], Tensor], fused: Callable[[Tensor], Tensor], width: int, dtype: torch.dtype) -> bool:
     for rows in TRIED:
-        x = (3 * torch.randn(1, rows, weight.shape[0])).to(weight.dtype)
+        x = (3 * torch.randn(1, rows, width)).to(dtype)
         if not torch.equal(stock(x), fused(x)):
             return False
     return True
@@ -174,14 +185,27 @@ def fuse_gates(model: nn.Module) -> None:
     for module in model.modules():
         if not all(serves_linear(getattr(module, name, None)) for name in GATED) or not is_fast() or not _same_silu():
             continue
-        stock_gate, stock = getattr(module, "act_fn", None), module.forward
-        if type(stock_gate).__name__ in ("SiLU", "SiLUActivation"):
+        if type(getattr(module, "act_fn", None)).__name__ not in ("SiLU", "SiLUActivation"):
+            continue
+        if type(module) not in same:
+            same[type(module)] = _same_gate(module)
+        if same[type(module)]:
             module.act_fn = SiLUGate()
-            fused = _gated(module)
-            if type(module) not in same:
-                same[type(module)] = _same(stock, fused, module.gate_proj.weight[0])
-            if same[type(module)]:
-                module.forward = fused
+            module.forward = _gated(module)
+
+
+def _same_gate(module: Any) -> bool:
+    """Tried with other weights than the model's, which may be too small to reach a limit that the layer has."""
+    stock = copy.copy(module)
+    stock._modules = {**module._modules}
+    for name in GATED:
+        inputs, outputs = getattr(module, name).in_features, getattr(module, name).out_features
+        stock._modules[name] = fresh = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
+        nn.init.uniform_(fresh.weight, -4 * inputs**-0.5, 4 * inputs**-0.5)
+    fused = copy.copy(stock)
+    fused._modules = {**stock._modules, "act_fn": SiLUGate()}
+    kind = type(module)
+    return _same(lambda x: kind.forward(stock, x), _gated(fused), module.gate_proj.in_features, torch.bfloat16)
 
 
 def _gated(module: Any) -> Callable[[Tensor], Tensor]:

@@ -2,7 +2,8 @@
 
 A graph bakes in shapes and addresses. Shapes: batches are padded to the next of a few sizes. Addresses: inputs, the
 attention plan and the logits live in fixed buffers, and a set of parameters keeps the graphs that read it
-(`ParameterSet.graphs`). Graphs are captured when first needed.
+(`ParameterSet.graphs`). All are captured before the engine is ready: a capture waits for everything that the device has
+under way, which later may be a broadcast that waits for its trainer.
 """
 
 from __future__ import annotations
@@ -33,21 +34,30 @@ class CudaGraphs:
     """Captures CUDA graphs that share one memory pool: a graph's temporaries are void once another one replays."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._device = device
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._stream, self._pool = torch.cuda.Stream(self._device), torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], None]) -> Graph:
         """Record what `work` launches. It runs twice before: kernels compile and libraries start outside a capture."""
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            work()
-            work()
-        current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: a weight receiver may allocate and copy on its own thread meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            work()
+        try:
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                work()
+                work()
+            current.wait_stream(self._stream)
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: a weight receiver may allocate and copy on its own thread meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                work()
+        except RuntimeError:
+            self._begin_anew()  # the stream may still be capturing, the pool may be left open
+            raise
+        finally:
+            torch.cuda.set_stream(current)  # where ending a capture fails, torch stays on the capture's stream
         return graph
 
 
@@ -70,8 +80,7 @@ def pad_decodes(batch: RaggedBatch, size: int) -> RaggedBatch:
 class DecodeGraphs:
     """Runs decode-only batches of up to `max_num_seqs` sequences by replaying graphs of `forward`.
 
-    `forward` must reach `backend`.
-    `capture` turns work into a graph: CudaGraphs(device), or a fake.
+    `forward` must reach `backend`. `capture` turns work into a graph: CudaGraphs(device), or a fake.
     """
 
     def __init__(
@@ -82,45 +91,58 @@ class DecodeGraphs:
         capture: Callable[[Callable[[], None]], Graph],
     ) -> None:
         self._forward, self._backend, self._capture = forward, backend, capture
-        self._sizes = bucket_sizes(max_num_seqs)
+        self.sizes = bucket_sizes(max_num_seqs)
         device = backend.device
         self._input_ids = torch.zeros(1, max_num_seqs, dtype=torch.int64, device=device)
         self._positions = torch.zeros(1, max_num_seqs, dtype=torch.int64, device=device)
         self._head_rows = torch.arange(max_num_seqs, device=device)
         self._logits = torch.empty(0)  # (max_num_seqs, vocab), made by the first forward
         self.replays = 0
-        self.refused = False
+
+    def capture_all(self, graphs: dict[int, Graph]) -> None:
+        """Capture a graph for each batch size into `graphs`, the largest first: the smaller ones find room in its pool.
+
+        Where memory doesn't suffice for a size, even after what torch keeps was given back, the next larger graph
+        serves it, or none. A model that can't be captured is reported once, and has no graphs.
+        """
+        for size in reversed(self.sizes):
+            try:
+                try:
+                    graphs[size] = self._record(size)
+                except torch.OutOfMemoryError:
+                    torch.cuda.empty_cache()
+                    graphs[size] = self._record(size)
+            except torch.OutOfMemoryError as error:
+                logger.warning("no memory for a CUDA graph of %d sequences, decoding without it: %s", size, error)
+            except RuntimeError as error:
+                logger.warning("this model can't be captured as a CUDA graph, decoding without graphs: %s", error)
+                return
 
     def run(self, graphs: dict[int, Graph], input_ids: Tensor, positions: Tensor, batch: RaggedBatch) -> Tensor | None:
         """Logits (rows, vocab) of a decode-only batch, valid until the next call; None: prepare and run it eagerly.
 
-        input_ids, positions (rows,) int64, on any device. `graphs`, by batch size, are those of the parameters in use;
-        what is missing is captured. A model that can't be captured is reported once, and never tried again.
+        input_ids, positions (rows,) int64, on any device. `graphs`, by batch size, are those of the parameters in use.
         """
         rows = batch.num_seqs
-        if self.refused or rows > self._sizes[-1] or batch.num_tokens != rows:
+        if batch.num_tokens != rows:
             return None
-        size = self._sizes[bisect_left(self._sizes, rows)]
+        size = next((size for size in self.sizes[bisect_left(self.sizes, rows) :] if size in graphs), None)
+        if size is None:
+            return None
         # What an earlier batch left in the rows behind are valid ids and positions.
         self._input_ids[0, :rows].copy_(input_ids, non_blocking=True)
         self._positions[0, :rows].copy_(positions, non_blocking=True)
         self._backend.prepare(pad_decodes(batch, size))
-        if size not in graphs and not self._record(graphs, size):
-            return None
         graphs[size].replay()
         self.replays += 1
         return self._logits[:rows]
 
-    def _record(self, graphs: dict[int, Graph], size: int) -> bool:
+    def _record(self, size: int) -> Graph:
         def work() -> None:
             logits = self._forward(self._input_ids[:, :size], self._positions[:, :size], self._head_rows[:size])
             if not self._logits.numel():  # one buffer for all graphs, outside their pool: made before any is captured
                 self._logits = logits.new_empty(self._head_rows.numel(), logits.shape[-1])
             self._logits[:size].copy_(logits)
 
-        try:
-            graphs[size] = self._capture(work)
-        except RuntimeError as error:
-            logger.warning("this model can't be captured as a CUDA graph, decoding without graphs: %s", error)
-            self.refused = True
-        return not self.refused
+        self._backend.prepare(pad_decodes(RaggedBatch([0], [], []), size))
+        return self._capture(work)

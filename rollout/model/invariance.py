@@ -90,15 +90,12 @@ class _Watched(AttentionBackend):
     """An attention backend, and what it gives each token."""
 
     def __init__(self, backend: AttentionBackend, bits: _Bits) -> None:
-        super().__init__(backend.layers, backend.num_blocks, backend.block_size, backend.dtype, backend.device)
+        super().__init__([], backend.num_blocks, backend.block_size, backend.dtype, backend.device)
         self._backend, self.bits = backend, bits
         self.tokens: list[tuple[int, int]] = []
 
     def prepare(self, batch: RaggedBatch) -> None:
         self._backend.prepare(batch)
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        self._backend.copy_blocks(pairs)
 
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         output = self._backend.forward(layer, query, key, value, params)

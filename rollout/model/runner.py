@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import time
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,14 +14,21 @@ from rollout.config import EngineConfig
 from rollout.kernels.attention import native_paged as native
 from rollout.kernels.attention.base import AttentionBackend, LayerShape, RaggedBatch, serving
 from rollout.kernels.attention.chunked import CHUNK, fill_up, padded_rows
+from rollout.kernels.attention.cuda import TritonAttention
 from rollout.kernels.attention.torch_paged import TorchAttention
 from rollout.kernels.native import keep_freed_memory
 from rollout.model.fused import PackedWeights, fuse_gates, fuse_norms, fuse_rotary
-from rollout.model.graphs import CudaGraphs, DecodeGraphs
+from rollout.model.graphs import CudaGraphs, DecodeGraphs, bucket_sizes
 from rollout.model.invariance import prove_batch_invariance
-from rollout.model.loader import eos_token_ids, load_model, plug_in_attention
+from rollout.model.load_check import LENGTHS, plug_in_attention
+from rollout.model.loader import eos_token_ids, load_model
+from rollout.model.memory import GRAPH_BYTES, SAMPLER_COPIES, MemoryNeeds, peak_bytes
+from rollout.model.model_config import resolve_device
 from rollout.model.parameters import ModelParameters
+from rollout.model.rotary import fix_rotary, longest_exact
 from rollout.model.routed_experts import RoutedExperts
+
+logger = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 4 << 30
 LOGIT_BYTES = 128 << 20
@@ -34,11 +44,16 @@ class ModelRunner:
             torch.set_num_threads(config.num_threads)
         self.config = config
         keep_freed_memory()
+        device = resolve_device(config)
+        self._free_at_start = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
         self.model = load_model(config)
         self.eos_token_ids = eos_token_ids(config, self.model)
         loaded = time.perf_counter()
-        shapes = plug_in_attention(self.model)
         self.device, self.dtype = self.model.device, self.model.dtype
+        self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
+        self.max_model_len = self._longest()
+        shapes, stock = plug_in_attention(self.model, self._backend, config.block_size, self.max_model_len)
+        fix_rotary(self.model, self.max_model_len)
         fuse_norms(self.model)
         fuse_rotary(self.model)
         self.parameters = ModelParameters(self.model)
@@ -46,12 +61,9 @@ class ModelRunner:
         fuse_gates(self.model)
         if config.batch_invariant:
             prove_batch_invariance(self.model, lambda blocks: self._backend(shapes, blocks), config.block_size)
-        text_config = self.model.config.get_text_config()
-        self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
-        limit = getattr(text_config, "max_position_embeddings", None)
-        self.max_model_len: int = config.max_model_len or limit or 2048
-        if limit and self.max_model_len > limit:
-            raise ValueError(f"max_model_len ({self.max_model_len}) exceeds the model's own limit of {limit} positions")
+        stock.check(self.model, lambda blocks: self._backend(shapes, blocks), config.block_size)
+        self.routing: RoutedExperts | None = None
+        self.graphs: DecodeGraphs | None = None
         self.num_blocks = self._num_blocks(shapes)
         if config.tensor_parallel_size > 1:
             from rollout.model.sharding import least
@@ -64,8 +76,6 @@ class ModelRunner:
                 "raise --kv-cache-memory-bytes (or --num-gpu-blocks-override), or lower --max-model-len"
             )
         self.backend = self._backend(shapes, self.num_blocks)
-        self.routing: RoutedExperts | None = None
-        self.graphs: DecodeGraphs | None = None
         if config.enable_return_routed_experts:
             one = RaggedBatch([0, 1], [1], [[0]])  # a token in the null block
             self.routing = RoutedExperts(
@@ -76,59 +86,127 @@ class ModelRunner:
                 probe=lambda: self.forward([0], one, [0]),
             )
         self.graphs = self._decode_graphs()
+        if self.graphs is not None:
+            with torch.inference_mode():
+                self.graphs.capture_all(self.parameters.live.graphs)
         self.seconds = {"load": loaded - started, "check_and_cache": time.perf_counter() - loaded}
 
     @property
     def max_head_rows(self) -> int:
         return max(1, LOGIT_BYTES // (4 * self.vocab_size))
 
+    def _longest(self) -> int:
+        """The longest sequence, in tokens, that is served. Raises ValueError where it was set beyond what is exact."""
+        name, asked = type(self.model).__name__, self.config.max_model_len
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        if asked and limit and asked > limit:
+            raise ValueError(f"max_model_len ({asked}) exceeds the model's own limit of {limit} positions")
+        exact = longest_exact(self.model.config)
+        if exact is None or exact >= (asked or limit or 2048):
+            return asked or limit or 2048
+        why = (
+            f"beyond {exact} positions {name} gives all positions of a sequence other rotary factors than a shorter "
+            "one has in its cache"
+        )
+        if asked:
+            raise ValueError(f"max_model_len ({asked}) is too large: {why}. Set --max-model-len to at most {exact}")
+        logger.warning("max_model_len is %d, not the model's own %s: %s", exact, limit, why)
+        return exact
+
     def _num_blocks(self, shapes: list[LayerShape]) -> int:
-        """How many blocks of cache: block 0, which is padding, and all that memory and need allow."""
+        """How many blocks of cache: block 0, which is padding, and all that memory and need allow.
+
+        Raises ValueError where a GPU's memory doesn't suffice, for the cache or for what comes beside it.
+        """
         config = self.config
-        if config.num_gpu_blocks_override:
-            return config.num_gpu_blocks_override + 1
         block_bytes = config.block_size * sum(shape.bytes_per_token(self.dtype) for shape in shapes)
         per_sequence = -(-self.max_model_len // config.block_size)
-        if config.kv_cache_memory_bytes:
-            budget = config.kv_cache_memory_bytes
-        elif self.device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self.device)
-            wholes = list(self.model.parameters())
-            held = [getattr(whole, "_local_tensor", whole) for whole in wholes]  # this rank's share of it
-            staging = sum(p.numel() * p.element_size() for p in held)
-            if config.tensor_parallel_size > 1:  # a whole parameter arrives before it is cut
-                free -= max(p.numel() * p.element_size() for p in wholes)
-            reserve = staging * (config.weight_staging == "full") + total * (1 - config.gpu_memory_utilization)
-            budget = int(free - reserve - (1 << 30))
-        else:
-            budget = CPU_CACHE_BYTES
-        return 1 + min(budget // block_bytes, per_sequence * config.max_num_seqs)
+        most = per_sequence * config.max_num_seqs
+        asked = config.num_gpu_blocks_override
+        if asked is None and config.kv_cache_memory_bytes:
+            asked = min(config.kv_cache_memory_bytes // block_bytes, most)
+        if self.device.type == "cuda":
+            needs = self._memory_needs(shapes)
+            if asked is None:
+                asked = min(needs.blocks(block_bytes, 1 + per_sequence, config.gpu_memory_utilization) - 1, most)
+            else:
+                needs.check((1 + asked) * block_bytes, "the cache that was asked for")
+        return 1 + (min(CPU_CACHE_BYTES // block_bytes, most) if asked is None else asked)
 
-    def _backend(self, shapes: list[LayerShape], num_blocks: int) -> AttentionBackend:
-        arguments = (shapes, num_blocks, self.config.block_size, self.dtype, self.device)
+    def _memory_needs(self, shapes: list[LayerShape]) -> MemoryNeeds:
+        """What a CUDA device has, and what this engine takes of it: a step of the most tokens is tried."""
+        config, rows = self.config, self.config.max_num_seqs
+        wholes = list(self.model.parameters())
+        held = [getattr(whole, "_local_tensor", whole) for whole in wholes]  # this rank's share of it
+        staging = sum(p.numel() * p.element_size() for p in held) * (config.weight_staging == "full")
+        if config.tensor_parallel_size > 1:  # a whole parameter arrives before it is cut
+            staging += max(p.numel() * p.element_size() for p in wholes)
+        self.backend = self._backend(shapes, 1)  # all of it in the null block: nothing of it is looked at
+
+        def compute(lengths: list[int]) -> int:
+            starts = [0, *accumulate(lengths)]
+            tables = [[0] * -(-length // config.block_size) for length in lengths]
+            head = [start - 1 for start in starts[1:]]
+            batch = RaggedBatch(starts, lengths, tables)
+            return peak_bytes(self.device, lambda: self.forward([0] * starts[-1], batch, head))
+
+        whole, rest = divmod(config.max_num_batched_tokens, self.max_model_len)
+        prefill = [self.max_model_len] * whole + [rest] * (rest > 0)
+        step, decode = compute(prefill[:rows]), compute([1] * rows)
+        logits = rows * self.vocab_size
+        captured = decode + logits * self.dtype.itemsize + len(bucket_sizes(rows)) * GRAPH_BYTES
+        del self.backend
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return MemoryNeeds(
+            total=total,
+            free=free,
+            held=self._free_at_start - free,
+            staging=staging,
+            step=max(step, decode) + SAMPLER_COPIES * 4 * logits,
+            graphs=captured * self._captures,
+        )
+
+    def _backend(self, shapes: list[LayerShape], num_blocks: int, dtype: torch.dtype | None = None) -> AttentionBackend:
+        """The attention that serves, with caches in `dtype`: by default the model's."""
+        dtype = dtype or self.dtype
+        arguments = (shapes, num_blocks, self.config.block_size, dtype, self.device)
         name, exact = self.config.attention_backend, self.config.batch_invariant
         if name == "native" or (name == "auto" and native.serves(*arguments)):
             return native.NativeAttention(*arguments)
-        if exact and name == "auto" and native.serves(shapes, num_blocks, native.LANES, self.dtype, self.device):
+        if exact and name == "auto" and native.serves(shapes, num_blocks, native.LANES, dtype, self.device):
             raise ValueError(
                 f"batch_invariant needs a block_size that is a multiple of {native.LANES} and divides {CHUNK}, "
                 f"got {self.config.block_size}: a trainer's attention is in such blocks"
             )
-        if name == "torch" or exact or self.device.type == "cpu":
+        if name == "triton" and (exact or self.device.type != "cuda"):
+            raise ValueError(
+                f"attention_backend triton serves CUDA devices without batch_invariant, not {self.device} with "
+                f"batch_invariant {exact}: use auto"
+            )
+        if not self._serves_triton:
             return TorchAttention(*arguments, exact=exact)
-        from rollout.kernels.attention import cuda
-
-        return cuda.choose(
-            name,
+        return TritonAttention(
             *arguments,
             max_model_len=self.max_model_len,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
+            max_num_seqs=max(self.config.max_num_seqs, len(LENGTHS)),
+            max_num_batched_tokens=max(self.config.max_num_batched_tokens, sum(LENGTHS)),
         )
 
-    def _decode_graphs(self) -> DecodeGraphs | None:
+    @property
+    def _serves_triton(self) -> bool:
+        name, exact = self.config.attention_backend, self.config.batch_invariant
+        asked = name == "triton" or (name == "auto" and importlib.util.find_spec("triton") is not None)
+        return asked and self.device.type == "cuda" and not exact
+
+    @property
+    def _captures(self) -> bool:
+        """Whether decode steps are CUDA graphs, if the model lets itself be captured."""
         eager = self.config.enforce_eager or self.config.tensor_parallel_size > 1
-        if self.device.type != "cuda" or eager or isinstance(self.backend, TorchAttention):
+        return self.device.type == "cuda" and not eager and self._serves_triton
+
+    def _decode_graphs(self) -> DecodeGraphs | None:
+        if not self._captures:
             return None
         return DecodeGraphs(self._model, self.backend, self.config.max_num_seqs, CudaGraphs(self.device))
 

@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.tensor_parallel import get_kv_heads_per_rank
 
 from rollout.config import EngineConfig
-from rollout.model.loader import read_config
+from rollout.model.model_config import read_config
 
 
 def check_plan(config: EngineConfig) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rollout.config import EngineConfig
-from rollout.model.loader import resolve_device
+from rollout.model.model_config import resolve_device
 
 HOST = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 300.0

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rollout.kernels.attention import cuda
-from rollout.kernels.attention.base import AttentionBackend, AttentionParams, LayerShape, RaggedBatch
-from rollout.kernels.attention.torch_paged import TorchAttention
+from rollout.kernels.attention.base import AttentionParams, LayerShape, RaggedBatch
 from tests.kernels.test_attention import Harness, History, dense
 
 triton = pytest.importorskip("triton")  # has no wheels beyond Linux; the dev extra brings it there
@@ -128,6 +126,63 @@ def test_half_precision_with_and_without_splits(max_model_len: int, context: int
         torch.testing.assert_close(got.float(), want[-1:], atol=3e-3, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("key_dim", "value_dim", "kv_heads", "group", "block_size", "params"),
+    [
+        (64, 64, 2, 8, 16, AttentionParams(0.125, window=33)),
+        (80, 80, 1, 3, 16, AttentionParams(0.11, sinks=torch.linspace(-1, 3, 3, device=DEVICE))),
+        (96, 96, 2, 1, 256, AttentionParams(0.1)),
+        (128, 128, 1, 24, 16, AttentionParams(0.09, softcap=2.0)),
+        (192, 128, 2, 1, 16, AttentionParams(0.07)),  # keys wider than values
+        (256, 256, 1, 5, 256, AttentionParams(0.06, window=SPLIT, softcap=5.0)),
+    ],
+)
+def test_half_precision_heads_of_every_width_and_group(
+    key_dim: int, value_dim: int, kv_heads: int, group: int, block_size: int, params: AttentionParams
+) -> None:
+    """Chunks and decodes of float16 caches (the interpreter multiplies no bfloat16) against dense float32 attention."""
+    random, shape = torch.Generator().manual_seed(key_dim), LayerShape(kv_heads, key_dim, value_dim)
+    backend = cuda.TritonAttention([shape], 16, block_size, torch.float16, DEVICE, **LIMITS)
+    for cache in (backend.keys[0], backend.values[0]):
+        cache.fill_(torch.nan)
+    free = list(range(1, 16))
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=random).half().to(DEVICE)
+
+    work, expected = [], []
+    for context, tokens in [(SPLIT + 9, 1), (20, 3), (1, 1)]:
+        keys, values = normal(kv_heads, context, key_dim), normal(kv_heads, context, value_dim)
+        history = History(keys, values, [free.pop() for _ in range(-(-context // block_size))])
+        if context > tokens:
+            backend.prepare(RaggedBatch([0, context - tokens], [context - tokens], [history.blocks]))
+            backend._write(0, keys[:, : context - tokens], values[:, : context - tokens])
+        query = normal(kv_heads * group, tokens, key_dim)
+        work.append((history, query))
+        expected.append(dense(query.float(), keys.float(), values.float(), params))
+    for got, want in zip(run(backend, work, params), expected, strict=True):
+        torch.testing.assert_close(got.float(), want, atol=4e-3, rtol=2e-3)
+
+
+def test_offsets_beyond_two_to_the_31st_reach_their_block() -> None:
+    from rollout.kernels.attention import triton_paged
+
+    shape, blocks = (16, 1, 64), (1 << 21) + 3  # more than 2**31 elements, of which two blocks are ever touched
+    keys, values = (torch.empty(blocks, *shape, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    assert keys.numel() > 1 << 31
+    random = torch.Generator().manual_seed(0)
+    for cache in (keys, values):
+        cache[blocks - 1] = torch.randn(shape, generator=random).half()
+        cache[0] = cache[1] = torch.nan
+    lens = torch.tensor([0, 1, 16], dtype=torch.int32, device=DEVICE)
+    table = torch.tensor([[blocks - 1]], dtype=torch.int32, device=DEVICE)
+    plan = triton_paged.PagedPlan(lens[:2], lens[2:], table, SPLIT, 1, has_decodes=True, has_chunks=False)
+    query = torch.randn(2, 1, 64, generator=random).half().to(DEVICE)
+    got = triton_paged.paged_attention(query, keys, values, plan, AttentionParams(0.125))
+    last = [cache[blocks - 1].transpose(0, 1).float() for cache in (keys, values)]
+    torch.testing.assert_close(got.float(), dense(query.float(), *last, AttentionParams(0.125)), atol=3e-3, rtol=0)
+
+
 def half_precision_work(
     harness: Harness, lengths: list[tuple[int, int]], block_size: int
 ) -> tuple[list[tuple[History, Tensor]], list[Tensor]]:
@@ -155,115 +210,10 @@ def test_a_batch_that_exceeds_the_buffers_is_refused() -> None:
             buffers.fill(batch, 4)
 
 
-# -- flash-attn, by a stand-in with its signatures and its definition of a paged, causal, windowed softmax
-
-
-class FakeFlash:
-    def __init__(self) -> None:
-        self.varlen_calls = self.kvcache_calls = 0
-
-    def flash_attn_varlen_func(  # noqa: PLR0913
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-        max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: None = None,
-        deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
-        self.varlen_calls += 1
-        assert causal
-        assert (max_seqlen_q, max_seqlen_k) == (cu_seqlens_q.diff().max(), cu_seqlens_k.diff().max())
-        queries = q.split(cu_seqlens_q.diff().tolist())
-        return torch.cat(
-            self._each(queries, k, v, cu_seqlens_k.diff(), block_table, softmax_scale, window_size, softcap)
-        )
-
-    def flash_attn_with_kvcache(  # noqa: PLR0913
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, k: None = None, v: None = None, rotary_cos: None = None,
-        rotary_sin: None = None, cache_seqlens: Tensor | None = None, cache_batch_idx: None = None,
-        cache_leftpad: None = None, block_table: Tensor | None = None, softmax_scale: float | None = None,
-        causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
-    ) -> Tensor:  # fmt: skip
-        self.kvcache_calls += 1
-        assert causal
-        assert q.ndim == 4
-        return torch.stack(
-            self._each(list(q), k_cache, v_cache, cache_seqlens, block_table, softmax_scale, window_size, softcap)
-        )
-
-    def _each(
-        self, queries: Any, k: Tensor, v: Tensor, lengths: Any, tables: Any, scale: Any, window: tuple, softcap: float
-    ) -> list[Tensor]:
-        assert k.shape[1] % 256 == 0
-        assert lengths.dtype == tables.dtype == torch.int32
-        assert len(queries) == len(lengths) == len(tables)
-        assert window in ((-1, -1), (window[0], 0))  # (left, right), both counted without the query itself
-        params = AttentionParams(scale, None if window[0] < 0 else window[0] + 1, softcap or None)
-        outputs = []
-        for query, length, table in zip(queries, lengths, tables, strict=True):
-            key, value = (cache[table.long()].flatten(0, 1)[:length].transpose(0, 1).float() for cache in (k, v))
-            outputs.append(dense(query.transpose(0, 1).float(), key, value, params).to(k.dtype))
-        return outputs
-
-
-@pytest.mark.parametrize(
-    ("params", "served_by_flash"),
-    [
-        (AttentionParams(0.25), True),
-        (AttentionParams(0.25, window=9, softcap=1.5), True),
-        (AttentionParams(0.25, sinks=torch.linspace(-1, 3, 4, device=DEVICE)), False),
-    ],
-)
-def test_flash_attn_serves_the_layers_it_can(
-    params: AttentionParams, served_by_flash: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = FakeFlash()
-    monkeypatch.setitem(sys.modules, "flash_attn", fake)
-    harness = Harness(LayerShape(2, 16, 16), 2, 16, params, seed=5)
-    backend = cuda.FlashAttention([harness.shape], 64, 256, torch.float16, DEVICE, **LIMITS)
-    work, expected = half_precision_work(harness, [(40, 40), (18, 18), (1, 1)], 256)
-    for got, want in zip(run(backend, work, params), expected, strict=True):
-        torch.testing.assert_close(got.float(), want, atol=3e-3, rtol=0)
-    decodes = [(history, query[:, -1:]) for history, query in work]
-    for got, want in zip(run(backend, decodes, params), expected, strict=True):
-        torch.testing.assert_close(got.float(), want[-1:], atol=3e-3, rtol=0)
-    assert (fake.varlen_calls, fake.kvcache_calls) == ((1, 1) if served_by_flash else (0, 0))
-
-
-def test_flash_attn_refuses_small_blocks() -> None:
-    with pytest.raises(ValueError, match="multiple of 256 tokens, block_size is 16"):
-        cuda.FlashAttention([], 2, 16, torch.float16, DEVICE, **LIMITS)
-
-
-@pytest.mark.parametrize(
-    ("device", "block_size", "installed", "expected"),
-    [
-        ("cpu", 256, {"flash_attn", "triton"}, "TorchAttention"),
-        ("cuda", 256, {"flash_attn", "triton"}, "FlashAttention"),
-        ("cuda", 16, {"flash_attn", "triton"}, "TritonAttention"),
-        ("cuda", 256, {"triton"}, "TritonAttention"),
-        ("cuda", 16, set(), "TorchAttention"),
-    ],
-)
-def test_auto_takes_the_best_backend_there_is(
-    device: str, block_size: int, installed: set[str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=installed.__contains__)))
-    for name in ("TorchAttention", "FlashAttention", "TritonAttention"):
-        monkeypatch.setattr(cuda, name, lambda *args, name=name, **limits: name)
-    assert cuda.choose("auto", [], 2, block_size, torch.float32, torch.device(device), **LIMITS) == expected
-
-
-def test_cuda_backends_are_refused_on_a_cpu() -> None:
-    cpu = torch.device("cpu")
-    with pytest.raises(ValueError, match="'triton' needs a CUDA device, got cpu"):
-        cuda.choose("triton", [], 2, 16, torch.float32, cpu, **LIMITS)
-    backend: AttentionBackend = cuda.choose("torch", [], 2, 16, torch.float32, cpu, **LIMITS)
-    assert type(backend) is TorchAttention
-
-
 # -- Triton's compiler, which needs no GPU, on the very launches that paged_attention makes
 
 
-@pytest.mark.parametrize("capability", [90, pytest.param(80, marks=pytest.mark.long)])
+@pytest.mark.parametrize("capability", [90, *(pytest.param(sm, marks=pytest.mark.long) for sm in (80, 100))])
 def test_the_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [
@@ -288,10 +238,11 @@ def compile_kernels(capability: int) -> None:
     )
     lens = torch.zeros(3, dtype=torch.int32)
     params = AttentionParams(0.1, window=100, softcap=2.0, sinks=torch.zeros(8, dtype=torch.bfloat16))
-    triton_paged.paged_attention(
-        query, keys, values, lens, lens[1:], torch.zeros(2, 5, dtype=torch.int32), params,
+    plan = triton_paged.PagedPlan(
+        lens, lens[1:], torch.zeros(2, 5, dtype=torch.int32),
         split_size=256, max_splits=4, has_decodes=True, has_chunks=True,
     )  # fmt: skip
+    triton_paged.paged_attention(query, keys, values, plan, params)
     chunk, decode, merge = (compile_launch(*launch, capability) for launch in launches)
     for compiled in (chunk, decode):
         assert "wgmma" in compiled.asm["ptx"] or "mma.sync" in compiled.asm["ptx"]
@@ -316,15 +267,20 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], c
     values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
     assert values.keys() == set(kernel.arg_names)
     pointers = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
-    signature = {}
-    for parameter in kernel.params:
+    signature, aligned = {}, {}
+    for number, parameter in enumerate(kernel.params):
         value = values[parameter.name]
         if parameter.is_constexpr or value is None:
             signature[parameter.name] = "constexpr"
-        else:
-            signature[parameter.name] = pointers[value.dtype] if isinstance(value, Tensor) else _scalar(value)
+            continue
+        signature[parameter.name] = pointers[value.dtype] if isinstance(value, Tensor) else _scalar(value)
+        address = value.data_ptr() if isinstance(value, Tensor) else value
+        # As a launch does: what is a multiple of 16 is known to be one.
+        if not parameter.do_not_specialize and isinstance(address, int) and address % 16 == 0:
+            aligned[number,] = [["tt.divisibility", 16]]
+    assert aligned
     constants = {name: values[name] for name, kind in signature.items() if kind == "constexpr"}
-    return triton.compile(ASTSource(kernel, signature, constants), GPUTarget("cuda", capability, 32), options)
+    return triton.compile(ASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", capability, 32), options)
 
 
 def _scalar(value: int | float) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +69,8 @@ def test_norms_and_rotary_embeddings_keep_every_bit(name: str, dtype: torch.dtyp
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     fuse_norms(model)
     fuse_rotary(model)
-    fused = [module for module in norms if "forward" in vars(module)]
-    assert fused == [module for module in norms if hasattr(module, "variance_epsilon") and native.is_fast()]
+    taken = [module for module in norms if "forward" in vars(module)]
+    assert taken == [module for module in norms if hasattr(module, "variance_epsilon") and native.is_fast()]
     ids = torch.tensor([prompt(33)])
     with torch.inference_mode():
         assert torch.equal(model(ids).logits, stock(ids).logits)
@@ -80,12 +82,62 @@ def test_gates_keep_every_bit(name: str) -> None:
     PackedWeights(ModelParameters(model))
     PackedWeights(ModelParameters(stock))
     fuse_gates(model)
-    fused = [module for module in model.modules() if isinstance(getattr(module, "act_fn", None), SiLUGate)]
+    gates = [module for module in model.modules() if isinstance(getattr(module, "act_fn", None), SiLUGate)]
     served = serves_linear(stock.get_output_embeddings()) and native.is_fast()
-    assert len(fused) == (3 if served and name in ("llama", "qwen2") else 0)
+    assert len(gates) == (3 if served and name in ("llama", "qwen2") else 0)
     ids = torch.tensor([prompt(33)])
     with torch.inference_mode():
         assert torch.equal(model(ids).logits, stock(ids).logits)
+
+
+@pytest.fixture
+def called_fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernels are right on every machine; the model takes them where they are called fast."""
+    monkeypatch.setattr(fused, "is_fast", lambda: True)
+    fused._vector_width.cache_clear()
+    yield
+    fused._vector_width.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["llama", "olmo2", "gpt_oss"])
+@torch.no_grad()
+def test_norms_tried_on_weights_of_ones_keep_every_bit_after_a_push(name: str, called_fast: None) -> None:
+    kind = next(k for k in vars(import_module(f"transformers.models.{name}.modeling_{name}")).values() if is_norm(k))
+    stock, served = (nn.ModuleDict({"norm": kind(64)}).bfloat16() for _ in range(2))
+    fuse_norms(served)
+    assert name != "llama" or fused._vector_width() is None or "forward" in vars(served["norm"])
+    pushed, x = torch.randn(64).bfloat16(), (3 * torch.randn(1, 64, 64)).bfloat16()
+    for model in (stock, served):
+        model["norm"].weight.copy_(pushed)
+    assert torch.equal(served["norm"](x), stock["norm"](x))
+
+
+def is_norm(kind: object) -> bool:
+    return isinstance(kind, type) and kind.__name__.endswith("RMSNorm")
+
+
+class ClampedMLP(nn.Module):
+    """A gated layer with a limit that small weights never reach."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit, self.act_fn = limit, nn.SiLU()
+        self.gate_proj, self.up_proj = (nn.Linear(64, 96, bias=False, dtype=torch.bfloat16) for _ in range(2))
+        self.down_proj = nn.Linear(96, 64, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up_proj(x).clamp(-self.limit, self.limit)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * up)
+
+
+@pytest.mark.parametrize(("limit", "same"), [(torch.inf, True), (7.0, False)])
+def test_a_gate_with_a_limit_is_not_taken_for_one_without(limit: float, same: bool, called_fast: None) -> None:
+    layer = ClampedMLP(limit)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(1e-3)
+    if native.library() is not None:
+        assert fused._same_gate(layer) is same
 
 
 def replies(engine: Engine) -> Any:

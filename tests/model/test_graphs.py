@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from rollout.kernels.attention import cuda
 from rollout.kernels.attention.base import AttentionBackend, RaggedBatch, serving
 from rollout.kernels.attention.torch_paged import TorchAttention
-from rollout.model.graphs import DecodeGraphs, Graph, bucket_sizes, pad_decodes
-from rollout.model.loader import plug_in_attention
+from rollout.model.graphs import CudaGraphs, DecodeGraphs, Graph, bucket_sizes, pad_decodes
 from rollout.model.parameters import ModelParameters
 from tests.support import tiny_models
+from tests.support.model_lab import plug_in
 
 CPU = torch.device("cpu")
 NO_CAPTURE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default}
@@ -95,7 +96,7 @@ class Lab:
             model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
         self.sets = [[parameter.data.clone() for parameter in model.parameters()] for model in models]
         self.model = models[0]
-        shapes = plug_in_attention(self.model)
+        shapes = plug_in(self.model)
         limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 32}
         self.backend = TapedAttention(shapes, 24, 4, torch.float32, CPU, **limits)
         self.reference = TorchAttention(shapes, 24, 4, torch.float32, CPU)
@@ -138,7 +139,10 @@ def test_replayed_decodes_agree_with_eager_ones_under_both_parameter_sets() -> N
     prompts = RaggedBatch([0, 5, 8, 17, 18], list(lengths), tables)
     for backend in (lab.backend, lab.reference):
         lab.eager(list(range(10, 28)), prompts, backend)
-    captured = set()
+    for number in (0, 1):
+        lab.flip(number)
+        lab.graphs.capture_all(lab.captured[number])
+    assert lab.captures == 2 * len(bucket_sizes(4))
     # Flips, batches that shrink and grow, and each graph again after another one ran and contexts moved on.
     for step, (param_set, rows) in enumerate([(0, 3), (0, 1), (1, 3), (1, 4), (0, 3), (0, 1), (1, 4)]):
         lab.flip(param_set)
@@ -149,9 +153,8 @@ def test_replayed_decodes_agree_with_eager_ones_under_both_parameter_sets() -> N
         ids = [30 + 7 * step + i for i in range(rows)]
         logits = lab.graphs.run(lab.captured[param_set], torch.tensor(ids), torch.tensor(batch.positions()), batch)
         torch.testing.assert_close(logits, lab.eager(ids, batch, lab.reference), atol=1e-4, rtol=0)
-        captured.add((param_set, 1 if rows == 1 else 4))
-        assert lab.captures == len(captured)
         assert lab.graphs.replays == step + 1
+    assert lab.captures == 2 * len(bucket_sizes(4))
 
 
 @torch.inference_mode()
@@ -160,6 +163,7 @@ def test_a_graph_replays_the_weights_that_a_commit_by_copy_has_brought() -> None
     parameters = ModelParameters(lab.model, "copy")
     batch = RaggedBatch([0, 1], [1], [[3]])
     seen = []
+    lab.graphs.capture_all(parameters.live.graphs)
     for seed in (0, 1, 0):
         staged = parameters.new_set()
         for tensor, data in zip(staged.tensors.values(), lab.sets[seed], strict=True):
@@ -168,18 +172,19 @@ def test_a_graph_replays_the_weights_that_a_commit_by_copy_has_brought() -> None
         logits = lab.graphs.run(parameters.live.graphs, torch.tensor([9]), torch.tensor([0]), batch)
         torch.testing.assert_close(logits, lab.eager([9], batch, lab.reference), atol=1e-4, rtol=0)
         seen.append(logits.clone())
-    assert lab.captures == 1
+    assert lab.captures == len(bucket_sizes(4))
     assert not torch.equal(seen[0], seen[1])
 
 
 @torch.inference_mode()
 def test_batches_that_do_not_qualify_run_eagerly() -> None:
     lab = Lab()
+    graphs: dict[int, Graph] = {4: Tape()}
     chunk = RaggedBatch([0, 2, 3], [2, 1], [[1], [2]])
     many = RaggedBatch(list(range(6)), [1] * 5, [[i] for i in range(1, 6)])
     for batch in (chunk, many):
         ids = torch.zeros(batch.num_tokens, dtype=torch.long)
-        assert lab.graphs.run({}, ids, torch.tensor(batch.positions()), batch) is None
+        assert lab.graphs.run(graphs, ids, torch.tensor(batch.positions()), batch) is None
     assert lab.captures == 0
 
 
@@ -197,10 +202,108 @@ class Syncing(nn.Module):
 
 def test_a_model_that_cannot_be_captured_is_reported_once_and_left_eager(caplog: pytest.LogCaptureFixture) -> None:
     lab, model = Lab(), Syncing()
-    graphs = DecodeGraphs(model, lab.backend, 4, lab.capture)
+    graphs, captured = DecodeGraphs(model, lab.backend, 4, lab.capture), dict[int, Graph]()
+    graphs.capture_all(captured)
     batch = RaggedBatch([0, 1], [1], [[1]])
-    for _ in range(3):
-        assert graphs.run({}, torch.tensor([5]), torch.tensor([0]), batch) is None
+    assert graphs.run(captured, torch.tensor([5]), torch.tensor([0]), batch) is None
     assert model.calls == 2  # the warm-up and the capture that failed
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "not permitted when stream is capturing" in caplog.text
+
+
+class ShortMemory:
+    """A capture, in the place of CudaGraphs, that is out of memory now and then."""
+
+    def __init__(self, failures: list[bool]) -> None:
+        self.failures, self.captures = failures, 0
+
+    def __call__(self, work: Callable[[], None]) -> Graph:
+        self.captures += 1
+        if self.failures.pop(0):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Tape()
+
+
+@pytest.mark.parametrize(
+    ("failures", "captured", "serving"),
+    [
+        ([False, False, False], {4, 2, 1}, {1: 1, 2: 2, 3: 4}),  # largest first
+        ([True, False, False, False], {4, 2, 1}, {1: 1, 2: 2, 3: 4}),  # again after torch gave back what it kept
+        ([True, True, False, False], {2, 1}, {1: 1, 2: 2, 3: None}),
+        ([False, True, True, False], {4, 1}, {1: 1, 2: 4, 3: 4}),
+    ],
+)
+def test_graphs_stay_on_after_a_capture_that_was_out_of_memory(
+    failures: list[bool], captured: set[int], serving: dict[int, int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+    lab = Lab()
+    capture = ShortMemory(list(failures))
+    graphs, made = DecodeGraphs(lab.forward, lab.backend, 4, capture), dict[int, Graph]()
+    graphs.capture_all(made)
+    assert set(made) == captured
+    assert capture.captures == len(failures)
+    assert len(emptied) == any(failures)
+    replayed: list[int] = []
+    for size, graph in made.items():
+        graph.replay = lambda size=size: replayed.append(size)  # type: ignore[method-assign]
+    for rows, size in serving.items():
+        batch = RaggedBatch(list(range(rows + 1)), [1] * rows, [[1 + i] for i in range(rows)])
+        replayed.clear()
+        graphs.run(made, torch.zeros(rows, dtype=torch.long), torch.zeros(rows, dtype=torch.long), batch)
+        assert replayed == ([] if size is None else [size])
+
+
+class FakeCuda:
+    """torch.cuda as far as a capture needs it; ending one fails, and leaves its stream in place as torch's does."""
+
+    class Stream:
+        def __init__(self, device: object = None) -> None: ...
+
+        def wait_stream(self, other: object) -> None: ...
+
+    class CUDAGraph: ...
+
+    def __init__(self) -> None:
+        self.now: FakeCuda.Stream = self.Stream()
+        self.fails = True
+
+    def current_stream(self, device: object = None) -> Stream:
+        return self.now
+
+    def set_stream(self, stream: Stream) -> None:
+        self.now = stream
+
+    def graph_pool_handle(self) -> object:
+        return object()
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self.now = self.now, stream
+        try:
+            yield
+        finally:
+            self.now = before
+
+    @contextmanager
+    def graph(self, graph: object, *, pool: object, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        before, self.now = self.now, stream
+        yield
+        if self.fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.now = before
+
+
+def test_after_a_capture_that_failed_the_engine_is_on_its_own_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda()
+    monkeypatch.setattr(torch, "cuda", fake)
+    before, capture = fake.now, CudaGraphs(CPU)
+    stream = capture._stream
+    with pytest.raises(RuntimeError, match="previous error during capture"):
+        capture(lambda: None)
+    assert fake.now is before
+    assert capture._stream is not stream  # the old one may still be capturing
+    fake.fails = False
+    capture(lambda: None)
+    assert fake.now is before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,13 @@ from transformers.models.auto import CONFIG_MAPPING
 from rollout.config import EngineConfig
 from rollout.kernels.attention.base import AttentionParams
 from rollout.kernels.attention.torch_paged import TorchAttention
-from rollout.model import loader
-from rollout.model.loader import (
-    UnsupportedModelError,
-    eos_token_ids,
-    load_model,
-    plug_in_attention,
-    resolve_device,
-    resolve_dtype,
-)
+from rollout.model import model_config
+from rollout.model.load_check import UnsupportedModelError
+from rollout.model.loader import eos_token_ids, load_model
+from rollout.model.model_config import resolve_device, resolve_dtype
 from tests.support import tiny_models
 from tests.support.engine_utils import assert_exact, engine, prompt, request, run
+from tests.support.model_lab import plug_in
 
 CPU = torch.device("cpu")
 COMMON: dict[str, Any] = {
@@ -116,34 +113,73 @@ def test_another_architecture_is_exact(name: str, tmp_path: Path) -> None:
 def test_a_model_that_attends_otherwise_is_refused_by_name(name: str) -> None:
     config, message = REFUSED[name]
     with pytest.raises(UnsupportedModelError, match=message):
-        plug_in_attention(random_model(name, config))
+        plug_in(random_model(name, config))
 
 
-@pytest.mark.parametrize(
-    ("name", "ignored"), [("mistral", "window"), ("gemma2", "softcap"), ("gemma2", "scaling"), ("gpt_oss", "sinks")]
-)
-def test_an_attention_that_ignores_something_is_found_out(
-    name: str, ignored: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def served_model(name: str) -> PreTrainedModel:
+    return tiny_models.model(name) if name in tiny_models.NAMES else random_model(name, SERVED[name])
+
+
+def careless(change: Callable[[AttentionParams], AttentionParams]) -> type[TorchAttention]:
+    """An attention that computes with other parameters than it is given."""
+
     class Careless(TorchAttention):
         def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-            changes: dict[str, Any] = {ignored: query.shape[-1] ** -0.5 if ignored == "scaling" else None}
-            return super().forward(layer, query, key, value, replace(params, **changes))
+            return super().forward(layer, query, key, value, change(params))
 
-    def model() -> PreTrainedModel:
-        return tiny_models.model(name) if name in tiny_models.NAMES else random_model(name, SERVED[name])
+    return Careless
 
-    plug_in_attention(model())
-    monkeypatch.setattr(loader, "TorchAttention", Careless)
-    with pytest.raises(UnsupportedModelError, match=r"ForCausalLM in torch\.float32: logits .* differ"):
-        plug_in_attention(model())
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("mistral", lambda params: replace(params, window=None)),
+        ("mistral", lambda params: replace(params, window=params.window + 1)),
+        ("gemma2", lambda params: replace(params, softcap=None)),
+        ("gemma2", lambda params: replace(params, scaling=1.1 * params.scaling)),
+        ("gpt_oss", lambda params: replace(params, sinks=None)),
+    ],
+)
+def test_an_attention_that_differs_a_little_is_found_out_in_models_of_any_size_and_dtype(
+    name: str, change: Callable[[AttentionParams], AttentionParams], dtype: torch.dtype
+) -> None:
+    plug_in(served_model(name).to(dtype))
+    with pytest.raises(UnsupportedModelError, match=r"ForCausalLM: through rollout's attention \d of \d layers differ"):
+        plug_in(served_model(name).to(dtype), careless(change))
+
+
+def test_a_fault_that_only_single_tokens_show_is_found_out() -> None:
+    class Forgetful(TorchAttention):
+        def _decode(self, *args: Any) -> Tensor:
+            return 0.99 * super()._decode(*args)
+
+    with pytest.raises(UnsupportedModelError, match="3 of 3 layers differ"):
+        plug_in(tiny_models.model("mixtral"), Forgetful)
+
+
+def test_the_check_computes_in_float32_and_leaves_parameters_as_they_were() -> None:
+    model = tiny_models.model("qwen3_moe").to(torch.bfloat16)
+    before = {name: (parameter, parameter.clone()) for name, parameter in model.named_parameters()}
+    plug_in(model)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    for name, (parameter, value) in before.items():
+        assert after[name] is parameter
+        assert torch.equal(parameter, value)
 
 
 def test_the_check_leaves_windows_as_they_were() -> None:
     model = tiny_models.model("mistral")
-    plug_in_attention(model)
+    plug_in(model)
     windows = {module.sliding_window for module in model.modules() if hasattr(module, "sliding_window")}
     assert {model.config.sliding_window, *windows} == {tiny_models.SLIDING_WINDOW}
+
+
+def test_a_backend_that_the_device_cannot_run_is_refused(tmp_path: Path) -> None:
+    tiny_models.build("llama", tmp_path)
+    with pytest.raises(ValueError, match=r"attention_backend triton serves CUDA devices .* not cpu"):
+        engine(tmp_path, attention_backend="triton")
 
 
 # -- dtypes, devices, folders
@@ -166,7 +202,7 @@ def test_dtype(
     asked: Any, checkpoint: str | None, device: str, fast_bf16: bool, expected: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(loader, "cpu_multiplies_bf16", lambda: fast_bf16)
+    monkeypatch.setattr(model_config, "cpu_multiplies_bf16", lambda: fast_bf16)
     config = LlamaConfig(dtype=checkpoint)
     assert resolve_dtype(EngineConfig(dtype=asked), config, torch.device(device)) is expected
 

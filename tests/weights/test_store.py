@@ -116,6 +116,20 @@ def test_a_value_that_is_not_finite_is_refused(value):
     assert same_weights(served, llama(0))
 
 
+@pytest.mark.parametrize("style", ["module", "checkpoint"])
+@pytest.mark.parametrize("build", MOE.values(), ids=MOE)
+def test_a_value_that_is_not_finite_in_one_expert_is_refused(build, style, tmp_path):
+    trained = build(1)
+    expert = next(n for n, p in trained.named_parameters() if p.ndim == 3 and "down_proj" in n)
+    with torch.no_grad():
+        trained.get_parameter(expert)[-1, 2, 3] = float("nan")
+    tensors = saved_tensors(trained, tmp_path) if style == "checkpoint" else dict(trained.named_parameters())
+    broken = next(n for n, tensor in tensors.items() if tensor.isnan().any())
+    served = build(0)
+    assert broken in refusal(WeightStore(ModelParameters(served)), tensors)
+    assert same_weights(served, build(0))
+
+
 def test_an_overflow_of_the_cast_is_not_finite():
     tensors = {n: p.detach().clone() for n, p in llama(1).named_parameters()}
     tensors["model.norm.weight"][0] = 1e6

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,15 @@ class RaggedBatch:
             for position in range(context - query_len, context)
         ]
 
+    def begun_blocks(self, block_size: int) -> list[int]:
+        """Blocks whose first slot is written in this step and whose last is not: behind it may lie an old NaN."""
+        begun = []
+        for query_len, context, table in zip(self.query_lens, self.context_lens, self.block_tables, strict=True):
+            last = (context - 1) // block_size
+            if context % block_size and context - query_len <= last * block_size:
+                begun.append(table[last])
+        return begun
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -88,13 +97,26 @@ class AttentionParams:
 
 
 class AttentionBackend(ABC):
-    """Paged attention on one device. Block 0 is never handed to a sequence: backends may pad with it."""
+    """Paged attention on one device. Block 0 is never handed to a sequence: backends may pad with it.
+
+    `keys` and `values` are one cache a layer, in the backend's own layout, blocks first. A value head's width is filled
+    up to a multiple of VALUE_MULTIPLE.
+    """
+
+    VALUE_MULTIPLE: ClassVar[int] = 1
 
     def __init__(
         self, layers: list[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.layers, self.num_blocks, self.block_size = layers, num_blocks, block_size
         self.dtype, self.device = dtype, device
+        filled = [-(-layer.value_dim // self.VALUE_MULTIPLE) * self.VALUE_MULTIPLE for layer in layers]
+        self.keys = [self.new_cache(layer.num_kv_heads, layer.key_dim) for layer in layers]
+        self.values = [self.new_cache(layer.num_kv_heads, dim) for layer, dim in zip(layers, filled, strict=True)]
+
+    def new_cache(self, kv_heads: int, dim: int) -> Tensor:
+        """Memory for the keys or the values of one layer, (num_blocks, …) in `dtype` on `device`."""
+        raise NotImplementedError
 
     @abstractmethod
     def prepare(self, batch: RaggedBatch) -> None:
@@ -110,9 +132,12 @@ class AttentionBackend(ABC):
         `dtype`; heads is a multiple of kv_heads. Returns (tokens, heads, value_dim).
         """
 
-    @abstractmethod
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination) in every layer, between two steps."""
+        if pairs:
+            source, target = torch.tensor(pairs, device=self.device).T
+            for cache in (*self.keys, *self.values):
+                cache[target] = cache[source]
 
 
 _serving: ContextVar[AttentionBackend] = ContextVar("attention backend of the forward pass under way")
@@ -133,7 +158,7 @@ def current_backend() -> AttentionBackend | None:
     return _serving.get(None)
 
 
-def attention_forward(  # noqa: PLR0913
+def attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -141,19 +166,17 @@ def attention_forward(  # noqa: PLR0913
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    is_causal: bool | None = None,
-    position_ids: Tensor | None = None,
-    **unknown: Any,
+    **other: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query (1, heads, tokens, dim) → ((1, tokens, heads, value_dim), no weights).
 
     Raises NotImplementedError, naming what was asked for, on an argument that would change the arithmetic.
     """
-    asked = sorted(name for name, value in unknown.items() if value is not None and name not in _HARMLESS)
+    asked = sorted(name for name, value in other.items() if value is not None and name not in _HARMLESS)
+    dropout, is_causal = other.get("dropout"), other.get("is_causal")
     if asked or dropout or is_causal is False or attention_mask is not None:
         odd = asked or [f"dropout={dropout}, is_causal={is_causal}, an attention mask={attention_mask is not None}"]
         raise NotImplementedError(f"{type(module).__name__} asks its attention for {odd}, which rollout doesn't serve")
@@ -167,8 +190,9 @@ def attention_forward(  # noqa: PLR0913
     return output.unsqueeze(0), None
 
 
-# What decoder layers pass along without meaning anything to one causal pass over explicit positions.
+# What decoder layers pass along without meaning anything to one causal pass over explicit positions; and two arguments
+# that are harmless with some values.
 _HARMLESS = frozenset(
-    {"output_attentions", "output_hidden_states", "output_router_logits", "use_cache", "cache", "cache_position",
-     "position_embeddings", "return_dict", "num_items_in_batch"}
+    {"dropout", "is_causal", "position_ids", "output_attentions", "output_hidden_states", "output_router_logits",
+     "use_cache", "cache", "cache_position", "position_embeddings", "return_dict", "num_items_in_batch"}
 )  # fmt: skip

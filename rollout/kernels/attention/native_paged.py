@@ -49,24 +49,19 @@ class NativeAttention(AttentionBackend):
     Raises ValueError for shapes, dtypes and devices that the kernels don't know.
     """
 
+    VALUE_MULTIPLE = LANES
+
     def __init__(
         self, layers: list[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        super().__init__(layers, num_blocks, block_size, dtype, device)
         if not _fits(block_size) or not all(_knows(shape.key_dim, dtype, device) for shape in layers):
             raise ValueError(f"the native kernels don't serve blocks of {block_size} in {dtype} on {device}")
+        super().__init__(layers, num_blocks, block_size, dtype, device)
         self._attend = getattr(library(), f"attend_{SUFFIXES[dtype]}")
 
-        def cache(layer: LayerShape, dim: int) -> Tensor:
-            return in_huge_pages(torch.empty(num_blocks, layer.num_kv_heads * block_size * dim, dtype=dtype))
-
-        self.keys = [cache(layer, layer.key_dim) for layer in layers]
-        self.values = [cache(layer, -(-layer.value_dim // LANES) * LANES) for layer in layers]
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        source, target = torch.tensor(pairs).T
-        for cache in (*self.keys, *self.values):
-            cache[target] = cache[source]
+    def new_cache(self, kv_heads: int, dim: int) -> Tensor:
+        """(num_blocks, kv_heads · block_size · dim), untouched."""
+        return in_huge_pages(torch.empty(self.num_blocks, kv_heads * self.block_size * dim, dtype=self.dtype))
 
     def prepare(self, batch: RaggedBatch) -> None:
         """Lay out the step as the kernels read it: a row a token, tiles of rows that are likely to share blocks."""
@@ -75,7 +70,7 @@ class NativeAttention(AttentionBackend):
         starts = np.concatenate([[0], np.cumsum([len(table) for table in batch.block_tables])])
         self._num_tokens = batch.num_tokens
         self._slots = np.array(batch.slots(self.block_size), np.int32)
-        self._fresh = np.array(self._partial_new_blocks(batch), np.int32)
+        self._fresh = np.array(batch.begun_blocks(self.block_size), np.int32)
         self._tables = np.fromiter(chain.from_iterable(batch.block_tables), np.int32)
         self._row_token = _ranges([(batch.query_start[i], batch.query_start[i + 1]) for i in order])
         self._row_seen = _ranges([(contexts[i] - lens[i] + 1, contexts[i] + 1) for i in order])
@@ -85,15 +80,6 @@ class NativeAttention(AttentionBackend):
         self._num_decodes = sum(length == 1 for length in lens)
         self._prompt_lens = [lens[i] for i in order[self._num_decodes :]]
         self._tiles: dict[int, tuple[np.ndarray, int, int]] = {}
-
-    def _partial_new_blocks(self, batch: RaggedBatch) -> list[int]:
-        """Blocks whose first slot is written now and whose last is not: what lies behind must not be an old NaN."""
-        fresh = []
-        for length, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
-            last = (context - 1) // self.block_size
-            if context % self.block_size and context - length <= last * self.block_size:
-                fresh.append(table[last])
-        return fresh
 
     def _tiles_of(self, groups: int) -> tuple[int, int]:
         """Where the bounds of the tiles are, and how many there are: one holds decoding rows, or rows of one prompt."""

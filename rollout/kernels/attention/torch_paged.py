@@ -59,23 +59,16 @@ class TorchAttention(AttentionBackend):
         *,
         exact: bool = False,
     ) -> None:
-        super().__init__(layers, num_blocks, block_size, dtype, device)
         if CHUNK % block_size:
             raise ValueError(f"block_size must divide {CHUNK}, got {block_size}")
+        super().__init__(layers, num_blocks, block_size, dtype, device)
         self.exact = exact
 
-        def cache(layer: LayerShape, dim: int) -> Tensor:
-            blocks = torch.empty(num_blocks, layer.num_kv_heads, block_size, dim, dtype=dtype, device=device)
-            blocks[0] = 0  # the rest is written before it is read: memory is touched only as it is used
-            return blocks
-
-        self.keys = [cache(layer, layer.key_dim) for layer in layers]
-        self.values = [cache(layer, layer.value_dim) for layer in layers]
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        source, target = torch.tensor(pairs, device=self.device).T
-        for cache in (*self.keys, *self.values):
-            cache[target] = cache[source]
+    def new_cache(self, kv_heads: int, dim: int) -> Tensor:
+        """(num_blocks, kv_heads, block_size, dim), of which only block 0 is touched: memory comes as it is used."""
+        blocks = torch.empty(self.num_blocks, kv_heads, self.block_size, dim, dtype=self.dtype, device=self.device)
+        blocks[0] = 0  # the rest is written before it is read
+        return blocks
 
     # -- the plan of a step
 
@@ -101,22 +94,14 @@ class TorchAttention(AttentionBackend):
             for i, length in enumerate(lens)
             if length > 1
         ]
-        self._new_blocks = self._partial_new_blocks(batch)
+        begun = batch.begun_blocks(self.block_size)
+        self._new_blocks = torch.tensor(begun, device=self.device) if begun else None
 
     def _blocks(self, table: Sequence[int], start: int, end: int) -> Tensor:
         """The blocks of positions [start, end), filled up with block 0 to whole chunks."""
         per_chunk = CHUNK // self.block_size
         used = list(table[start // self.block_size : -(-end // self.block_size)])
         return torch.tensor(used + [0] * (-len(used) % per_chunk), device=self.device)
-
-    def _partial_new_blocks(self, batch: RaggedBatch) -> Tensor | None:
-        """Blocks whose first slot is written now and whose last is not: what lies behind must not be an old NaN."""
-        fresh = []
-        for length, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
-            last = (context - 1) // self.block_size
-            if context % self.block_size and context - length <= last * self.block_size:
-                fresh.append(table[last])
-        return torch.tensor(fresh, device=self.device) if fresh else None
 
     def _decode_plan(self, window: int | None) -> list[SharedChunks]:
         """Group the decode rows by the physical chunks they read, and the groups by their number of rows."""

@@ -110,9 +110,7 @@ def _attend_split(  # noqa: PLR0913
     """Rows at `positions` over the keys [begin, end), those below `lowest` left out → (peak, total, output)."""
     key_column = tl.arange(0, KEY_WIDTH)
     value_column = tl.arange(0, VALUE_WIDTH)
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    output = tl.zeros((BLOCK_M, VALUE_WIDTH), tl.float32)
+    peak, total, output = _nothing_yet(BLOCK_M, VALUE_WIDTH)
     for tile in range(begin, end, BLOCK_N):
         at = tile + tl.arange(0, BLOCK_N)
         # What lies outside was never written, or belongs to someone else by now: 0 * NaN would be NaN.
@@ -144,6 +142,27 @@ def _attend_split(  # noqa: PLR0913
         output = tl.dot(weights.to(value.dtype), value, output * keep[:, None], input_precision="ieee")
         peak = new_peak
     return peak, total, output
+
+
+@triton.jit
+def _sequence_of_tile(item, query_start, num_seqs, TOKENS: tl.constexpr):
+    """Sequence s owns the tiles from query_start[s] // TOKENS + s on: room enough for every length. Bisect."""
+    low = 0
+    high = num_seqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start + middle) // TOKENS + middle <= item:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _nothing_yet(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """What rows have before they attend to anything: (peak, total, output)."""
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    return peak, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "max_splits"])
@@ -186,16 +205,7 @@ def _attend(  # noqa: PLR0913
         seq = item
         first = 0
     else:
-        # Sequence s owns the tiles from query_start[s] // TOKENS + s on: room enough for every length. Bisect.
-        low = 0
-        high = num_seqs
-        while low < high:
-            middle = (low + high) // 2
-            if tl.load(query_start + middle) // TOKENS + middle <= item:
-                low = middle + 1
-            else:
-                high = middle
-        seq = low - 1
+        seq = _sequence_of_tile(item, query_start, num_seqs, TOKENS)
         first = (item - tl.load(query_start + seq) // TOKENS - seq) * TOKENS
     start = tl.load(query_start + seq)
     query_len = tl.load(query_start + seq + 1) - start
@@ -225,9 +235,7 @@ def _attend(  # noqa: PLR0913
     if WINDOW > 0:
         lowest = tl.maximum(0, context - query_len + first + 1 - WINDOW)
 
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    output = tl.zeros((BLOCK_M, VALUE_WIDTH), tl.float32)
+    peak, total, output = _nothing_yet(BLOCK_M, VALUE_WIDTH)
     value_column = tl.arange(0, VALUE_WIDTH)
     for split in range(lowest // SPLIT + tl.program_id(2), tl.cdiv(last, SPLIT), tl.num_programs(2)):
         split_peak, split_total, split_output = _attend_split(
@@ -295,9 +303,7 @@ def _merge_splits(  # noqa: PLR0913
     held = row < GROUP
     heads = tl.program_id(1) * GROUP + row
     column = tl.arange(0, VALUE_WIDTH)
-    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    output = tl.zeros((BLOCK_M, VALUE_WIDTH), tl.float32)
+    peak, total, output = _nothing_yet(BLOCK_M, VALUE_WIDTH)
     for split in range(lowest // SPLIT, tl.cdiv(context, SPLIT)):
         at = (seq * KV_HEADS * GROUP + heads).to(tl.int64) * max_splits + split
         split_peak = tl.load(stats + at * 2, mask=held, other=0.0)
@@ -309,53 +315,57 @@ def _merge_splits(  # noqa: PLR0913
     _store_output(out + target + column[None, :], mask, peak, total, output, sinks, heads, held)
 
 
-def paged_attention(  # noqa: PLR0913
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    params: AttentionParams,
-    *,
-    split_size: int,
-    max_splits: int,
-    has_decodes: bool,
-    has_chunks: bool,
-) -> Tensor:
+@dataclass(frozen=True)
+class PagedPlan:
+    """The sequences of one step, as the kernels read them, int32 on the device.
+
+    query_start (seqs + 1,), context_lens (seqs,), block_tables (seqs, width). No context exceeds `split_size *
+    max_splits`. `has_decodes` and `has_chunks`: whether some sequence has one token, or more.
+    """
+
+    query_start: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    split_size: int
+    max_splits: int
+    has_decodes: bool
+    has_chunks: bool
+
+
+def paged_attention(query: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan, params: AttentionParams) -> Tensor:
     """Causal attention of each sequence's last tokens over its context.
 
     query (heads, tokens, key_dim), last stride 1; keys (blocks, block_size, kv_heads, key_dim) and values (blocks,
-    block_size, kv_heads, value_dim) contiguous, the step's own tokens written; query_start (seqs + 1,), context_lens
-    (seqs,), block_tables (seqs, width) int32. No context exceeds `split_size * max_splits`. `has_decodes` and
-    `has_chunks`: whether some sequence has one token, or more. Returns (tokens, heads, value_dim) in query's dtype.
+    block_size, kv_heads, value_dim) contiguous, the step's own tokens written. Returns (tokens, heads, value_dim) in
+    query's dtype.
     """
     heads, tokens, key_dim = query.shape
     _, block_size, kv_heads, value_dim = values.shape
-    num_seqs, group, softcap = len(context_lens), heads // kv_heads, params.softcap
+    num_seqs, group, softcap = len(plan.context_lens), heads // kv_heads, params.softcap
+    max_splits, tables = plan.max_splits, plan.block_tables
     tiles = Tiles.of(group, key_dim, value_dim, query.element_size())
     out = query.new_empty(tokens, heads, value_dim)
     # Without fused multiply-adds where the compiler pleases, a kernel's variants round alike.
     common = {
         "WINDOW": params.window or 0, "KV_HEADS": kv_heads, "GROUP": group, "VALUE_DIM": value_dim,
-        "VALUE_WIDTH": tiles.value_width, "SPLIT": split_size, "num_stages": 2, "enable_fp_fusion": False,
+        "VALUE_WIDTH": tiles.value_width, "SPLIT": plan.split_size, "num_stages": 2, "enable_fp_fusion": False,
     }  # fmt: skip
 
     def attend(tile_count: int, sharing: int, partials: Tensor | None, stats: Tensor | None, **launch: Any) -> None:
         _attend[tile_count, kv_heads, sharing](
-            out, partials, stats, query, keys, values, params.sinks, query_start, context_lens, block_tables,
+            out, partials, stats, query, keys, values, params.sinks, plan.query_start, plan.context_lens, tables,
             num_seqs, max_splits,
             params.scaling / softcap if softcap else params.scaling * LOG2E,
             softcap * LOG2E if softcap else None,
-            query.stride(0), query.stride(1), block_tables.stride(0),
+            query.stride(0), query.stride(1), tables.stride(0),
             KEY_DIM=key_dim, KEY_WIDTH=tiles.key_width, BLOCK_SIZE=block_size, BLOCK_N=tiles.keys,
             **common, **launch,
         )  # fmt: skip
 
-    if has_chunks:
+    if plan.has_chunks:
         launch = {"DECODE": False, "BLOCK_M": tiles.prefill_rows, "num_warps": tiles.prefill_warps}
         attend(tokens // (tiles.prefill_rows // group) + num_seqs, 1, None, None, **launch)
-    if has_decodes:
+    if plan.has_decodes:
         launch = {"DECODE": True, "BLOCK_M": tiles.decode_rows, "num_warps": 4}
         if max_splits == 1:
             attend(num_seqs, 1, None, None, **launch)
@@ -364,7 +374,7 @@ def paged_attention(  # noqa: PLR0913
         stats = torch.empty(num_seqs, heads, max_splits, 2, dtype=torch.float32, device=out.device)
         attend(num_seqs, min(max_splits, triton.cdiv(FULL_GRID, num_seqs * kv_heads)), partials, stats, **launch)
         _merge_splits[num_seqs, kv_heads](
-            out, partials, stats, params.sinks, query_start, context_lens, max_splits,
+            out, partials, stats, params.sinks, plan.query_start, plan.context_lens, max_splits,
             BLOCK_M=tiles.decode_rows, num_warps=4, **common,
         )  # fmt: skip
     return out

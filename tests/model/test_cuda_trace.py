@@ -1,0 +1,117 @@
+"""What a CUDA device would be asked to do, traced without one: in what a graph captures no value is read, no device is
+mixed, and nothing falls to the host, for every architecture that is served."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto import CONFIG_MAPPING
+
+from rollout.kernels.attention.base import ATTENTION_NAME, AttentionBackend, AttentionParams, RaggedBatch, serving
+from rollout.kernels.attention.cuda import TritonAttention
+from rollout.model.load_check import _record_shapes
+from rollout.model.parameters import ModelParameters
+from rollout.model.rotary import keep_frequencies
+from tests.model.test_loader import COMMON, MOE, SERVED
+from tests.model.test_rotary import CASES, SIZES
+from tests.support import tiny_models
+from tests.support.fake_cuda import Launches, fake_cuda
+
+ROWS = 64
+CUDA = torch.device("cuda:0")
+ARCHITECTURES: dict[str, PretrainedConfig] = {
+    **{name: tiny_models.config(name) for name in tiny_models.NAMES},
+    **{name: CONFIG_MAPPING[name](**config) for name, config in SERVED.items()},
+    "llama/dynamic": CONFIG_MAPPING["llama"](**{**COMMON, **SIZES, "rope_parameters": CASES["dynamic"][1]}),
+    "phi3/longrope": CONFIG_MAPPING["phi3"](
+        **{**COMMON, **SIZES, "original_max_position_embeddings": 32, "rope_parameters": CASES["longrope"][1]}
+    ),
+    "glm4": CONFIG_MAPPING["glm4"](**{**COMMON, "head_dim": 16}),
+    "granite": CONFIG_MAPPING["granite"](**COMMON),
+    "smollm3": CONFIG_MAPPING["smollm3"](**COMMON),
+    "qwen2_moe": CONFIG_MAPPING["qwen2_moe"](
+        **{**MOE, "num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    ),
+}
+
+
+class TracedAttention(TritonAttention):
+    """TritonAttention without its kernel launches, which FakeTensorMode can't trace, and with a plan that is there."""
+
+    def __init__(self, shapes: list, num_blocks: int, rows: int) -> None:
+        AttentionBackend.__init__(self, shapes, num_blocks, 16, torch.bfloat16, CUDA)
+        self.step = SimpleNamespace(slots=torch.zeros(rows, dtype=torch.int64, device=CUDA))  # type: ignore[assignment]
+        self.attended: list[tuple[torch.dtype, torch.device]] = []
+
+    def prepare(self, batch: RaggedBatch) -> None:
+        raise AssertionError("a plan is no part of a capture")
+
+    def _attend(self, layer: int, query: Tensor, params: AttentionParams) -> Tensor:
+        assert query.stride(-1) == 1
+        assert params.sinks is None or params.sinks.device == CUDA
+        self.attended.append((query.dtype, query.device))
+        return query.new_empty(query.shape[1], query.shape[0], self.layers[layer].value_dim)
+
+
+def cuda_model(config: PretrainedConfig) -> PreTrainedModel:
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    model = model.eval().requires_grad_(False)
+    model.set_attn_implementation(ATTENTION_NAME)
+    return model
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_a_graph_captures_stays_on_the_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    config = ARCHITECTURES[name]
+    layers = config.get_text_config().num_hidden_layers
+    mode = fake_cuda()
+    with mode:
+        model = cuda_model(config)
+    with mode, torch.inference_mode():
+        ids, positions = (torch.zeros(1, ROWS, dtype=torch.int64, device=CUDA) for _ in range(2))
+        keep_frequencies(model)
+        shapes = _record_shapes(model, ids[0, :2], layers)
+        backend = TracedAttention(shapes, 8, ROWS)
+
+        def forward(rows: Tensor) -> Tensor:
+            with serving(backend):
+                return model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=rows).logits[0]
+
+        forward(torch.arange(ROWS, device=CUDA))  # what is made once is made now, as in a warm-up
+        backend.attended.clear()
+        with Launches() as launches:
+            logits = forward(torch.arange(ROWS, device=CUDA))
+        assert logits.shape == (ROWS, config.get_text_config().vocab_size)
+        assert logits.device == CUDA
+        assert backend.attended == [(torch.bfloat16, CUDA)] * layers
+        assert launches.on_host == []
+        assert sum(launches.counts.values()) > 10 * layers
+
+
+def test_a_value_that_is_read_and_a_device_that_is_mixed_are_seen() -> None:
+    with fake_cuda(), torch.inference_mode():
+        x = torch.zeros(3, device="cuda")
+        with pytest.raises(DataDependentOutputException):
+            x.sum().item()
+        with pytest.raises(RuntimeError, match="device"):
+            x + torch.zeros(3)
+        with Launches() as launches:
+            torch.ones(3) * 2
+        assert launches.on_host == ["ones", "mul"]
+
+
+def test_a_commit_is_a_copy_on_the_device() -> None:
+    with fake_cuda(), torch.no_grad():
+        parameters = ModelParameters(cuda_model(tiny_models.config("qwen3")))
+        staged = parameters.new_set()
+        with Launches() as launches:
+            parameters.commit(staged)
+        assert launches.counts == {"_foreach_copy_": 1}
+        assert launches.on_host == []

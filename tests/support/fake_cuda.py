@@ -1,0 +1,77 @@
+"""CUDA tensors without a GPU: torch's FakeTensorMode computes shapes, dtypes and devices, and no values.
+
+A CPU build of torch has no guard for CUDA devices, which FakeTensorMode asks for: a stand-in of two lines, compiled
+against torch's own headers, is loaded in its place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import cpp_extension
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+static c10::impl::DeviceGuardImplRegistrar guard(
+    c10::DeviceType::CUDA, new c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>());
+"""
+NO_LAUNCH = frozenset(
+    {"alias", "as_strided", "chunk", "detach", "diagonal", "device", "empty", "empty_like", "empty_strided", "expand",
+     "expand_as", "is_same_size", "lift_fresh", "new_empty", "permute", "_reshape_alias", "reshape", "select", "slice",
+     "split", "split_with_sizes", "squeeze", "sym_size", "t", "transpose", "unbind", "unflatten", "flatten", "unfold",
+     "unsqueeze", "_unsafe_view", "view"}
+)  # fmt: skip
+"""Operations that only look at a tensor otherwise, or make one without filling it."""
+
+
+@functools.cache
+def _load_guard() -> None:
+    if torch.version.cuda is not None:
+        return  # torch has its own
+    folder = Path(tempfile.mkdtemp(prefix="rollout-guard-"))
+    (folder / "guard.cpp").write_text(GUARD)
+    libraries = Path(torch.__file__).parent / "lib"
+    command = [
+        os.environ.get("CXX", "c++"), "-shared", "-fPIC", "-std=c++20", str(folder / "guard.cpp"),
+        "-o", str(folder / "guard.so"), *[f"-I{path}" for path in cpp_extension.include_paths()],
+        f"-L{libraries}", "-lc10", f"-Wl,-rpath,{libraries}",
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
+    ctypes.CDLL(str(folder / "guard.so"))
+
+
+def fake_cuda() -> FakeTensorMode:
+    """In this mode tensors may be made on "cuda": mixing devices and reading a value raise, as they would there."""
+    _load_guard()
+    return FakeTensorMode()
+
+
+class Launches(TorchDispatchMode):
+    """Counts what is launched on the device, by operation; `on_host` lists the operations that the host computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.on_host: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        devices = {t.device.type for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor)}
+        if name not in NO_LAUNCH:
+            self.counts[name] += "cuda" in devices
+            if "cpu" in devices:
+                self.on_host.append(name)
+        return output
