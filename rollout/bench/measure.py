@@ -133,12 +133,12 @@ async def run_round(
     load: Load, server: Server, prompts: Sequence[Sequence[int]], on_answer: Callable[[], None] = lambda: None
 ) -> Round:
     """Send all prompts at once and wait for the last answer."""
-    ask = _stream if load.stream else _whole
+    send = _stream if load.stream else _whole
     async with AsyncRolloutClient(server.url, api_key=server.api_key, timeout_s=TIMEOUT_S) as client:
         cpu, began = time.process_time(), time.perf_counter()
 
         async def one(prompt: Sequence[int]) -> float | None:
-            first = await ask(client, load, prompt)
+            first = await send(client, load, prompt)
             on_answer()
             return None if first is None else first - began
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,7 +91,19 @@ def quantile(counts: dict[int, float], share: float) -> int:
     return max(counts)
 
 
-COLUMNS = ("engines", "sampled", "trained", "busy", "trainer", "push", "receive", "lag", "p99", "dropped", "wall")
+COLUMNS: dict[str, Callable[[Result], str]] = {
+    "engines": lambda r: str(r.engines),
+    "sampled": lambda r: f"{r.generated:,.0f}",
+    "trained": lambda r: f"{r.trained:,.0f}",
+    "busy": lambda r: f"{r.engines_busy:.0%}",
+    "trainer": lambda r: f"{r.trainer_busy:.0%}",
+    "push": lambda r: f"{r.push_seconds:.1f}",
+    "receive": lambda r: f"{r.receiving:.0%}",
+    "lag": lambda r: f"{r.lag_mean:.1f}",
+    "p99": lambda r: str(r.lag_p99),
+    "dropped": lambda r: f"{r.dropped:.0%}",
+    "wall": lambda r: r.wall,
+}
 CAPTION = (
     "sampled, trained: tokens/s. busy: of what full engines sample. trainer: its time in steps. push: seconds. "
     "receive: share of the time in which engines do. lag: mean and 99th percentile over trained tokens, in steps of "
@@ -101,19 +113,7 @@ CAPTION = (
 
 def cells(result: Result) -> list[str]:
     """A row of the first table."""
-    return [
-        str(result.engines),
-        f"{result.generated:,.0f}",
-        f"{result.trained:,.0f}",
-        f"{result.engines_busy:.0%}",
-        f"{result.trainer_busy:.0%}",
-        f"{result.push_seconds:.1f}",
-        f"{result.receiving:.0%}",
-        f"{result.lag_mean:.1f}",
-        str(result.lag_p99),
-        f"{result.dropped:.0%}",
-        result.wall,
-    ]
+    return [cell(result) for cell in COLUMNS.values()]
 
 
 def wall_cells(result: Result) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from rollout import __version__, logs
-from rollout.cli.preflight import check_model, read_config_file
+from rollout.cli.preflight import check_model, has_tokenizer, read_config_file
 from rollout.config import EngineConfig, ServerConfig
 from rollout.flags import config_from, with_flags
 
@@ -79,6 +79,9 @@ def serve(
         typer.echo(f"rollout: {error}", err=True)
         raise typer.Exit(1) from None
     logs.configure(engine_config)
+    if not (server_config.tokens_only or server_config.skip_tokenizer_init or has_tokenizer(engine_config.model)):
+        note = "has no tokenizer, so only token ids are served; --tokens-only serves nothing else"
+        typer.echo(f"rollout: {engine_config.model} {note}", err=True)
     if server_config.data_parallel_backend == "ray":
         try:
             from rollout.server.ray import serve as run

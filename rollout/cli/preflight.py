@@ -12,6 +12,14 @@ from rollout.config import EngineConfig
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _GGUF_MAGIC = b"GGUF"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "spiece.model",
+    "vocab.*",
+)
 
 
 def read_config_file(file: Path, known: Collection[str | None]) -> dict[str, Any]:
@@ -47,6 +55,12 @@ def check_model(config: EngineConfig) -> None:
         raise ValueError(f"{config.model} doesn't exist: MODEL is a transformers folder, a .gguf file or a hub id")
     else:
         _check_hub(config.model)
+
+
+def has_tokenizer(model: str) -> bool:
+    """Whether MODEL may have a tokenizer: False for a folder without any of the files that hold one."""
+    folder = Path(model)
+    return not folder.is_dir() or any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
 def _check_folder(path: Path, config: EngineConfig) -> None:

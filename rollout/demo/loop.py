@@ -63,7 +63,9 @@ def run(model: Path, output: Path, *, steps: int, seed: int, console: Console) -
         trainer = GRPO(policy, optimizer, max_lag=MAX_STALENESS, lag_decay=1.0)
         run_log = _RunLog(model, output, tokenizer, client, {"seed": seed, "steps": steps, **SETTINGS})
         sampler = _sampler(url, tokenizer, seed)
-        with WeightSender.connect(client, policy) as sender, sampler, _progress(console) as progress:
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[says]}"))
+        progress = Progress(*columns, console=console, disable=not console.is_terminal)
+        with WeightSender.connect(client, policy) as sender, sampler, progress:
             bar = progress.add_task("training", total=steps, says="the first rollouts are on their way")
             began = time.monotonic()
             lags = Lags(client.weight_info()["epoch"])
@@ -169,8 +171,3 @@ def _server_flags(threads: int) -> list[str]:
         *("--logprobs-mode", "processed_logprobs", "--batch-invariant", "--kv-policy", "recompute"),
         *("--max-model-len", "512", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(512 << 20)),
     ]
-
-
-def _progress(console: Console) -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[says]}"))
-    return Progress(*columns, console=console, disable=not console.is_terminal)

@@ -40,16 +40,30 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, target: EngineTa
         print(f"rollout: can't listen on {config.host}:{config.port}: {error}", file=sys.stderr)
         return 1
     with listener, contextlib.ExitStack() as stack:
-        if engine_config.keep_weight_snapshot is not None:
-            try:
-                # A folder in it for this life only: the next server has its own epochs.
-                own = tempfile.TemporaryDirectory(prefix="rollout-", dir=engine_config.keep_weight_snapshot)
-            except OSError as error:
-                print(f"rollout: can't write to --keep-weight-snapshot: {error}", file=sys.stderr)
-                return 1
-            engine_config = replace(engine_config, keep_weight_snapshot=stack.enter_context(own))
+        try:
+            engine_config = with_own_snapshot_folder(engine_config, stack)
+        except OSError as error:
+            print(f"rollout: can't write to --keep-weight-snapshot: {error}", file=sys.stderr)
+            return 1
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         return runner.run(_serve(engine_config, config, listener, target, started))
+
+
+def with_own_snapshot_folder(config: EngineConfig, stack: contextlib.ExitStack) -> EngineConfig:
+    """Snapshots go to a folder of this server's own, which ends with the stack: the next server has its own epochs.
+
+    Raises OSError where it can't be made.
+    """
+    if config.keep_weight_snapshot is None:
+        return config
+    own = tempfile.TemporaryDirectory(prefix="rollout-", dir=config.keep_weight_snapshot)
+    return replace(config, keep_weight_snapshot=stack.enter_context(own))
+
+
+def announce(model: str, host: str, port: int, started: float) -> None:
+    """Print where the server is, and how long it took since `started` (`time.perf_counter`)."""
+    host = f"[{host}]" if ":" in host else host
+    print(f"rollout: serving {model} on http://{host}:{port} ({time.perf_counter() - started:.1f} s)", flush=True)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -69,14 +83,14 @@ def listen(host: str, port: int) -> socket.socket:
 async def _serve(
     engine_config: EngineConfig, config: ServerConfig, listener: socket.socket, target: EngineTarget, started: float
 ) -> int:
-    told_to_stop, told_again = asyncio.Event(), asyncio.Event()
+    stop_requested, hurry = asyncio.Event(), asyncio.Event()
 
-    def tell() -> None:
-        (told_again if told_to_stop.is_set() else told_to_stop).set()
+    def on_signal() -> None:
+        (hurry if stop_requested.is_set() else stop_requested).set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, tell)
-    stopping = asyncio.create_task(told_to_stop.wait())
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    stopping = asyncio.create_task(stop_requested.wait())
     engine = Fleet(
         engine_config,
         size=config.data_parallel_size,
@@ -97,7 +111,7 @@ async def _serve(
             return 0
         loading.result()
         app = create_app(engine, engine_config, config)
-        await _serve_http(app, engine, config, listener, stopping, told_again, started)
+        await _serve_http(app, engine, config, listener, stopping, hurry, started)
         return 0
     except EngineError as error:
         print(f"rollout: {error}", file=sys.stderr)
@@ -120,12 +134,7 @@ async def _serve_http(
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     while not http.started and not serving.done():
         await asyncio.sleep(0.01)
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    print(
-        f"rollout: serving {app.state.server.model_name} on http://{host}:{listener.getsockname()[1]} "
-        f"({time.perf_counter() - started:.1f} s)",
-        flush=True,
-    )
+    announce(app.state.server.model_name, config.host, listener.getsockname()[1], started)
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     app.state.server.stopping = True  # new requests get a 503 from here on
     await _drain(engine, config.shutdown_timeout, hurry)

@@ -123,6 +123,17 @@ def test_a_context_that_is_too_long_for_the_model(served: list[Any], model: Path
     assert invoke("serve", model, "--max-model-len", limit).exit_code == 0
 
 
+def test_a_folder_without_a_tokenizer_is_said_before_it_loads(served: list[Any], model: Path, tmp_path: Path) -> None:
+    note = f"rollout: {model} has no tokenizer, so only token ids are served"
+    assert note in invoke("serve", model).output
+    assert note not in invoke("serve", model, "--tokens-only").output
+    for path in model.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "tokenizer.json").touch()
+    assert "has no tokenizer" not in invoke("serve", tmp_path).output
+    assert len(served) == 6
+
+
 def test_a_hub_that_is_away(served: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

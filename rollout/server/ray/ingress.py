@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 import time
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -21,6 +20,7 @@ from rollout.fleet.fleet import Fleet
 from rollout.fleet.ray.connection import RayEngines
 from rollout.server.app import create_app
 from rollout.server.auth import api_keys
+from rollout.server.main import with_own_snapshot_folder
 
 # Serve's own lines about every request are none of ours.
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
@@ -42,9 +42,7 @@ class Ingress:
         start_s = self._patience_s = config.engine_start_timeout_s
         self._alive = time.monotonic()
         self._own = contextlib.ExitStack()
-        if engine_config.keep_weight_snapshot is not None:  # a folder in it for this life only, which all nodes share
-            own = tempfile.TemporaryDirectory(prefix="rollout-", dir=engine_config.keep_weight_snapshot)
-            engine_config = replace(engine_config, keep_weight_snapshot=self._own.enter_context(own))
+        engine_config = with_own_snapshot_folder(engine_config, self._own)  # which all nodes share
         # Half the time to be placed, so that a cluster without room is named as that.
         self.engines = RayEngines(engine_config, target, placement_timeout_s=start_s / 2)
         self.engine = Fleet(

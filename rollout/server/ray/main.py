@@ -25,7 +25,7 @@ from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.client import run_engine
 from rollout.fleet.connection import EngineTarget
 from rollout.fleet.errors import EngineError
-from rollout.server.main import listen
+from rollout.server.main import announce, listen
 from rollout.server.ray.ingress import LOGGING, build
 
 _NAME = "rollout"
@@ -99,14 +99,14 @@ def _serve_runs() -> bool:
 @contextlib.contextmanager
 def _signals() -> Iterator[tuple[threading.Event, threading.Event]]:
     """Two events: SIGTERM or SIGINT has come; another one has. Ray's own code is no place to raise from."""
-    told, again = threading.Event(), threading.Event()
+    stop, hurry = threading.Event(), threading.Event()
 
-    def tell(number: int, frame: object) -> None:
-        (again if told.is_set() else told).set()
+    def on_signal(number: int, frame: object) -> None:
+        (hurry if stop.is_set() else stop).set()
 
-    before = {number: signal.signal(number, tell) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield told, again
+        yield stop, hurry
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -119,28 +119,23 @@ def _serve(engine_config: EngineConfig, config: ServerConfig, target: EngineTarg
         app = build(engine_config, config, target=target, ray_actor_options=_ON_HEAD)
         return ray_serve.run(app, name=_NAME, route_prefix="/")
 
-    with _signals() as (told, again):
+    with _signals() as (stop, hurry):
         deploying = _in_thread(deploy)
         try:
-            if not _done(deploying, told):
+            if not _done(deploying, stop):
                 return 0
             handle = deploying.result()
-            host = f"[{config.host}]" if ":" in config.host else config.host
-            print(
-                f"rollout: serving {config.served_model_name or engine_config.model} on http://{host}:{port} "
-                f"({time.perf_counter() - started:.1f} s)",
-                flush=True,
-            )
-            told.wait()
+            announce(config.served_model_name or engine_config.model, config.host, port, started)
+            stop.wait()
             draining = _in_thread(lambda: handle.drain.remote(config.shutdown_timeout).result())
-            _done(draining, again, config.shutdown_timeout + _DRAINED_S)
+            _done(draining, hurry, config.shutdown_timeout + _DRAINED_S)
             return 0
         except (RuntimeError, TimeoutError, RayError) as error:
             print(f"rollout: {_reason(error)}", file=sys.stderr)
             return 1
         finally:
-            _done(_in_thread(ray_serve.shutdown), again, _END_S)  # its controller goes on where this takes too long
-            _done(deploying, again, _END_S)  # a call of Ray after its shutdown would start another cluster
+            _done(_in_thread(ray_serve.shutdown), hurry, _END_S)  # its controller goes on where this takes too long
+            _done(deploying, hurry, _END_S)  # a call of Ray after its shutdown would start another cluster
 
 
 def _in_thread(work: Callable[[], Any]) -> Future[Any]:
