@@ -34,12 +34,8 @@ class EngineConfig:
     )
     dtype: Dtype = flag("auto", "Compute in this dtype. auto: the checkpoint's; float32 on a CPU that is slow in bf16.")
     device: Device = flag("auto", "Compute on this device. auto: cuda where there is one.")
-    load_format: Literal["auto", "dummy"] = flag(
-        "auto", "Load the weights of MODEL (auto), or draw random ones of its shapes (dummy)."
-    )
-    seed: int | None = flag(
-        None, "Draw the seeds of requests without one (and dummy weights) from this. Default: entropy."
-    )
+    load_format: Literal["auto", "dummy"] = flag("auto", "Load MODEL's weights, or draw random ones (dummy).")
+    seed: int | None = flag(None, "Draw seeds (and dummy weights) from this. Default: entropy.")
     max_model_len: int | None = flag(
         None, "Allow this many tokens of prompt and output together. Default: the model's own limit."
     )
@@ -60,9 +56,7 @@ class EngineConfig:
     kv_policy: KVPolicy | None = flag(
         None, "Say what a commit does to the cache of running requests. Default: keep; recompute if --batch-invariant."
     )
-    batch_invariant: bool = flag(
-        False, "Give a request the same bits alone and in any batch; this is checked at start."
-    )
+    batch_invariant: bool = flag(False, "Give a request the same bits in any company; checked at start.")
     weight_staging: WeightStaging = flag(
         "full", "Receive weights into a second copy (full), or into the live one, paused (in_place)."
     )
@@ -83,9 +77,7 @@ class EngineConfig:
     tensor_parallel_size: int = flag(1, "Split every layer of one engine's model over this many devices.")
     enforce_eager: bool = flag(False, "Never capture CUDA graphs.")
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Log what is at least this serious.")
-    log_format: Literal["text", "json"] = flag(
-        "text", "Write the log on stderr as text, or as json: one object a line."
-    )
+    log_format: Literal["text", "json"] = flag("text", "Log to stderr as text, or as json, one object a line.")
     num_threads: int | None = flag(None, "Compute with this many CPU threads. Default: torch's.")
 
     @property
@@ -127,9 +119,7 @@ class ServerConfig:
     port: int = flag(8000, "Listen on this port; 0 picks a free one and prints it.")
     served_model_name: str | None = flag(None, "Let clients use this name for the model. Default: the model's path.")
     enable_scale_out: bool = flag(False, "Register /inference/v1/generate and its companions.")
-    tokens_only: bool = flag(
-        False, "Serve token-in/token-out only: no tokenizer is loaded; implies --enable-scale-out."
-    )
+    tokens_only: bool = flag(False, "Serve token ids only: no tokenizer is loaded; implies --enable-scale-out.")
     skip_tokenizer_init: bool = flag(False, "Load no tokenizer: text and stop strings are refused.")
     return_sampling_mask: bool = flag(False, "Add the support of each sampled distribution to answers.")
     return_tokens_as_token_ids: bool = flag(False, "Write `token_id:N` in place of a token's text in text logprobs.")

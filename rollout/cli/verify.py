@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rollout.bench.fidelity import Gap
     from trainer_bridge.client import Generation, RolloutClient
 
+    Answers = list[tuple[dict[str, Any], Generation]]
+
 PROMPT_LENGTHS = (1, 9, 40, 140, 300)
 FILTERS: tuple[dict[str, Any], ...] = (
     {},
@@ -105,9 +107,7 @@ def load(client: RolloutClient, path: str, dtype: str | None) -> PreTrainedModel
     return exact.install(model)
 
 
-def sample(
-    client: RolloutClient, info: dict[str, Any], requests: int, max_tokens: int, seed: int
-) -> list[tuple[dict[str, Any], Generation]]:
+def sample(client: RolloutClient, info: dict[str, Any], requests: int, max_tokens: int, seed: int) -> Answers:
     """(sampling_params, answer) of requests posted side by side. Raises VerifyError where weights arrived meanwhile."""
     limit = client.models()[0]["max_model_len"]
     rng = random.Random(seed)
@@ -127,12 +127,7 @@ def sample(
     return [(params, answer) for (_, params), answer in zip(posts, answers, strict=True)]
 
 
-def compare(
-    model: PreTrainedModel,
-    client: RolloutClient,
-    answers: list[tuple[dict[str, Any], Generation]],
-    info: dict[str, Any],
-) -> Gap:
+def compare(model: PreTrainedModel, client: RolloutClient, answers: Answers, info: dict[str, Any]) -> Gap:
     """The gap between the server's logprobs and the trainer's, over all tokens."""
     from rollout.bench.fidelity import gap, score, served
 
