@@ -123,9 +123,9 @@ class WeightCalls:
         ready = await self._all(ranks, "finish_weight_update", {**params, "prepare": True}, timeout_s)
         if params.get("prepare") is True:
             return ready[0]
-        label = {key: params[key] for key in ("weight_version", "owner", "update_id") if key in params}
+        body = {key: value for key, value in params.items() if key in ("weight_version", "owner", "update_id")}
         async with self.turn:
-            return await self._commit(label, timeout_s)
+            return await self._commit(body, timeout_s)
 
     async def _commit(self, body: Body, timeout_s: float) -> Body:
         """All are ready. One that dies now, or fails as none should, comes back with what the others have committed."""
@@ -196,7 +196,7 @@ class WeightCalls:
         if failure is None:
             return await asyncio.gather(*tasks)
         if inits == self._inits:
-            ids = {key: bodies[0][key] for key in ("owner", "update_id") if key in bodies[0]}
+            ids = {key: value for key, value in bodies[0].items() if key in ("owner", "update_id")}
             undone = [rank.send_call(undo, ids, timeout_s=_UNDO_S) for rank in change.undo if rank.error is None]
             await asyncio.gather(*undone, return_exceptions=True)
         for task in late:

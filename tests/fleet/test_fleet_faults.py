@@ -241,6 +241,31 @@ def test_what_changes_while_an_engine_joins_reaches_it(make: Callable[..., Scrip
     assert lab.fleet.ranks[2].restarts == 0
 
 
+def test_all_engines_get_one_owner_and_one_update_id(make: Callable[..., ScriptedFleet]) -> None:
+    """Also of a client that brings none: else their commits could not be told to be of one update."""
+    lab = make()
+    lab.run(lab.push(7, "seven"))
+    lab.run(lab.call("update_weights", weight_dir=8))
+    one, other = (lab.engines[rank].ids for rank in range(2))
+    assert one == other
+    assert all(owner for method, owner, _ in one if method == "init_weight_transfer_engine")
+    assert all(update for method, _, update in one if method == "start_weight_update")
+    assert one[-1] == ("finish_weight_update", None, one[-2][2])  # the commit of the folder that was prepared
+    assert one[-1][2] is not None
+
+
+def test_what_one_engine_refuses_is_undone_with_the_ids_of_the_call(make: Callable[..., ScriptedFleet]) -> None:
+    """An undo without them would be a stray call, which an engine refuses, and its update would stay open."""
+    lab = make()
+    lab.run(lab.call("init_weight_transfer_engine", init_info={"backend": "disk"}, owner="me"))
+    lab.run(lab.call("start_weight_update", owner="me", update_id="mine"))
+    lab.engines[1].refuses.add("update_weights")
+    with pytest.raises(EngineError, match="scripted"):
+        lab.run(lab.call("update_weights", update_info={"weights": 7}, owner="me", update_id="mine"))
+    assert lab.engines[0].ids[-1] == ("abort_weight_update", "me", "mine")
+    assert lab.engines[0].session is None
+
+
 def test_the_last_engine_to_serve_is_about_to_leave(make: Callable[..., ScriptedFleet]) -> None:
     lab = make()
     streams = [lab.fleet.submit(lab.request()), lab.fleet.submit(lab.request(), 1)]

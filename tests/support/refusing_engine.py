@@ -17,7 +17,7 @@ REFUSE_COMMIT = "rank 1 refuses to commit this"
 
 def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
     """The process function."""
-    finish = WeightUpdater._finish
+    finish = WeightUpdater._call_finish_weight_update
 
     def spoiled(self: WeightUpdater, params: dict[str, Any], answer: Answer) -> None:
         refused = REFUSE_CHECK if params.get("prepare") else REFUSE_COMMIT
@@ -26,5 +26,5 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
         finish(self, params, answer)
 
     if os.environ["CUDA_VISIBLE_DEVICES"] == "1":
-        WeightUpdater._finish = spoiled  # type: ignore[method-assign]
+        WeightUpdater._call_finish_weight_update = spoiled  # type: ignore[method-assign]
     run(config, to_engine, from_engine)

@@ -71,7 +71,8 @@ class Session:
 class Script:
     """One life of an engine, and the connection to it: weights are a number, and so is every token that they sample.
 
-    `dead`: it takes nothing and says nothing, and the server may not know yet. `refuses` are the calls that fail next.
+    `dead`: it takes nothing and says nothing, and the server may not know yet. `refuses` are the calls that fail next;
+    `ids` are the owner tokens and update ids that came with each call.
     """
 
     rank: int
@@ -95,6 +96,7 @@ class Script:
     running: dict[str, tuple[AddRequest, int]] = field(default_factory=dict)
     refuses: set[str] = field(default_factory=set)
     calls: list[str] = field(default_factory=list)
+    ids: list[tuple[str, str | None, str | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._said = self._state()
@@ -133,6 +135,7 @@ class Script:
                         self._say(Outputs([TokenOutput(request_id, 0, finish_reason=FinishReason.ABORT)]))
             case Call(call_id, method, params):
                 self.calls.append(method)
+                self.ids.append((method, params.get("owner"), params.get("update_id")))
                 try:
                     prepares = method != "finish_weight_update" or params.get("prepare")
                     if (asked := method if prepares else "commit") in self.refuses:

@@ -56,10 +56,11 @@ class Team:
 
     def __init__(self, folder: Path, **config: Any) -> None:
         self.engine: Engine = engine(folder, tensor_parallel_size=2, weight_update_timeout_s=20, **config)
+        self.ids: dict[str, str] = {}
         self.follower = self.engine.team._followers[0].process
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        return self.settle(self.engine.weights.call(method, params))
+        return self.settle(self.engine.weights.call(method, {**self.ids, **params}))
 
     def settle(self, answer: Future[dict[str, Any]]) -> dict[str, Any]:
         """The answer, for which the engine may have to turn."""
@@ -74,14 +75,15 @@ class Team:
         timeout = timedelta(seconds=20)
         store = dist.TCPStore("127.0.0.1", 0, world_size, True, timeout, wait_for_workers=False)
         info = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": store.port, "world_size": world_size}
-        joining = self.engine.weights.call("init_weight_transfer_engine", {"init_info": {**info, **init_info}})
+        body = {"init_info": {**info, **init_info}, **self.ids}
+        joining = self.engine.weights.call("init_weight_transfer_engine", body)
         self.group = dist.ProcessGroupGloo(dist.PrefixStore("rollout", store), 0, world_size, timeout)
         self.settle(joining)
 
     def send(self, tensors: dict[str, torch.Tensor]) -> None:
         """Start an update, and broadcast these to all ranks."""
         self.call("start_weight_update")
-        receiving = self.engine.weights.call("update_weights", {"update_info": update_info(tensors)})
+        receiving = self.engine.weights.call("update_weights", {"update_info": update_info(tensors), **self.ids})
         for tensor in tensors.values():
             self.group.broadcast(tensor.detach().contiguous(), 0).wait()
         self.settle(receiving)
@@ -190,6 +192,18 @@ def refused_pushes_leave_everything(
     running.call("finish_weight_update", prepare=True)
     assert running.call("weight_info")["state"] == "ready"
     running.call("abort_weight_update")
+    running.ids = {"owner": "trainer", "update_id": "first"}
+    running.join()
+    running.send(tensors)
+    for ids_of_another in ({}, {"owner": "another"}, {"owner": "trainer", "update_id": "older"}):
+        for method in ("finish_weight_update", "abort_weight_update"):
+            stray = running.engine.weights.call(method, {"weight_version": "evil", **ids_of_another})
+            with pytest.raises(WeightUpdateError, match=r"owner|another trainer took over|the update that is open"):
+                running.settle(stray)
+    running.call("finish_weight_update", prepare=True)  # all ranks still have it
+    running.call("abort_weight_update")
+    running.ids = {}
+    running.join()
     running.call("start_weight_update")
     with pytest.raises(WeightUpdateError, match="no such parameter"):
         running.call("update_weights", update_info=update_info({"odd": broken}))

@@ -172,15 +172,16 @@ class ServerGroup:
     def finish(self, version: str | None, checksums: dict[str, str] | None) -> list[Committed]:
         """Commit everywhere, several servers only once all are ready to."""
         checks = {} if checksums is None else {"checksums": checksums}
-        label = {} if version is None else {"weight_version": version}
+        body: dict[str, Any] = {} if version is None else {"weight_version": version}
+        commits: list[Committed] = []
         change = TwoPhaseCommit(self.servers, patient=True)
         if len(self.servers) == 1:
             change.report(self.servers[0])  # finish prepares and commits
-            label |= checks
+            body |= checks
         else:
             self._each(change, lambda s: s.update_call("finish", {"prepare": True} | checks))
         if change.phase == "committing":
-            commits = self._each(change, lambda s: s.commit(label))
+            commits = self._each(change, lambda s: s.commit(body))
         if change.phase == "torn":
             committed = ", ".join(server.base_url for server in change.done)
             raise WeightPushError(f"{change.error} (committed already: {committed})") from change.error
