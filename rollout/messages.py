@@ -96,6 +96,16 @@ class EngineState(msgspec.Struct, tag=True, kw_only=True):
     paused: bool
 
 
+class Progress(msgspec.Struct, tag=True):
+    """A step that takes long is under way and gets on: sent beside it, from another thread, each time it has.
+
+    `step` counts the steps, `seconds` is how long this one has been under way.
+    """
+
+    step: int
+    seconds: float
+
+
 class EngineDied(msgspec.Struct, tag=True):
     """The engine process ends for this reason; every request in flight fails with it."""
 
@@ -103,4 +113,4 @@ class EngineDied(msgspec.Struct, tag=True):
 
 
 ToEngine = AddRequest | AbortRequests | Call
-FromEngine = Outputs | Reply | EngineState | EngineReady | EngineDied
+FromEngine = Outputs | Reply | EngineState | EngineReady | Progress | EngineDied

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SLOW_FLOPS = 1e10
+"""Operations a second that a CPU is taken to do until its first step was measured: few, so that this one is short."""
+
 
 class Engine:
     """One model, with its scheduler, cache, sampler and weights; on one device, or leading a team of them.
@@ -39,7 +42,8 @@ class Engine:
     `died`, where a lost rank of the team has left that thread stuck.
     `staleness` counts the tokens of choices that have ended by how many epochs their weights were behind then;
     `commit_seconds` is how long the last commit kept a step from starting; `restarted` says, in an engine that took
-    over from one that died, what it goes on with.
+    over from one that died, what it goes on with. What another thread may read to see that a step gets on: `steps` and
+    `layers`, of the model, that were begun, and `step_since`, the time.monotonic() of the one under way.
     """
 
     def __init__(
@@ -98,6 +102,13 @@ class Engine:
         self._seeds = random.Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._arrivals = 0
         self._warned_epoch: int | None = None
+        self.steps = self.layers = 0
+        self.step_since: float | None = None
+        for layer in getattr(self.runner.model.get_decoder(), "layers", ()):
+            layer.register_forward_pre_hook(self._count_layer)
+        if self.runner.device.type == "cpu":
+            flops = 2 * sum(parameter.numel() for parameter in self.runner.model.parameters())
+            self.scheduler.seconds_per_token = flops / SLOW_FLOPS
 
     def close(self) -> None:
         """Abort an update under way, leave the trainer's group, and end the team's other processes."""
@@ -175,11 +186,24 @@ class Engine:
         batch = self.scheduler.schedule()
         if not batch.scheduled:
             return []
+        self.steps += 1
+        self.step_since = time.monotonic()
         logits = self._forward(batch)
         sampled = self._sample(batch, logits)
+        self._keep_pace(batch)
         for sequence, output in sampled:
             self._stop(sequence, output)
         return [output for _, output in sampled]
+
+    def _count_layer(self, *_: object) -> None:
+        self.layers += 1
+
+    def _keep_pace(self, batch: SchedulerOutput) -> None:
+        """The step has ended: on a CPU, let its speed say how much the next may prefill."""
+        assert self.step_since is not None
+        if self.runner.device.type == "cpu":
+            self.scheduler.keep_pace(batch, time.monotonic() - self.step_since)
+        self.step_since = None
 
     def restore(self, state: EngineState, reason: str, source: str | None = None) -> None:
         """Go on, before the first request, from `state`: that of an engine that died for this reason, or that of a

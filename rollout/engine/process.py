@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -29,6 +30,7 @@ from rollout.messages import (
     EngineReady,
     EngineState,
     Outputs,
+    Progress,
     Reply,
     ToEngine,
 )
@@ -38,6 +40,7 @@ from rollout.weights.offer import offer_weights
 
 logger = logging.getLogger(__name__)
 PARENT_CHECK_S = 1.0
+PROGRESS_S = 1.0  # a step that takes longer is reported on as often
 
 
 def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
@@ -61,6 +64,9 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
         except ValueError as error:  # what was asked for can't be served: the message says so, a traceback wouldn't
             outbox.send(_encode(EngineDied(str(error))))
             return
+        threading.Thread(
+            target=_report_progress, args=(engine.engine, context, from_engine), name="progress", daemon=True
+        ).start()
         engine.serve()
     except Exception as error:
         logger.exception("the engine ends")
@@ -80,6 +86,20 @@ def _die_with_parent(parent: int) -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="parent watch", daemon=True).start()
+
+
+def _report_progress(engine: Engine, context: zmq.Context[zmq.Socket[bytes]], from_engine: str) -> None:
+    """Send a Progress while a step is under way, as long as it gets on: one that hangs is not reported."""
+    outbox = context.socket(zmq.PUSH)
+    outbox.connect(from_engine)
+    seen = (0, 0)
+    with contextlib.suppress(zmq.ContextTerminated, zmq.ZMQError):  # the process ends
+        while True:
+            time.sleep(PROGRESS_S)
+            before, seen = seen, (engine.steps, engine.layers)
+            since = engine.step_since
+            if since is not None and seen != before and time.monotonic() - since > PROGRESS_S:
+                outbox.send(_encode(Progress(engine.steps, time.monotonic() - since)))
 
 
 def end(context: zmq.Context[zmq.Socket[bytes]], from_engine: str, reason: str) -> None:

@@ -48,11 +48,17 @@ class SchedulerOutput:
 
 _order = attrgetter("order")
 
+STEP_SECONDS = 5.0
+"""What a step may take: see `Scheduler.seconds_per_token`."""
+LEAST_CHUNK = 16
+"""Tokens of a prefill that a step may hold on the slowest machine; steps of fewer say little of its speed."""
+
 
 class Scheduler:
     """Owns every unfinished sequence: `waiting` and `running`, both in order, and siblings beside their leader.
 
-    `requests` are those with unfinished sequences, by id.
+    `requests` are those with unfinished sequences, by id. `seconds_per_token` is what a token of a prefill has cost:
+    no more of them are put into a step than take STEP_SECONDS, so that a slow machine answers others between two.
     """
 
     def __init__(
@@ -67,6 +73,7 @@ class Scheduler:
         self.kv = kv_cache
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_head_rows, self.by_priority = max(max_head_rows, max_num_seqs), by_priority
+        self.seconds_per_token = 0.0
         self.requests: dict[str, Request] = {}
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -139,7 +146,8 @@ class Scheduler:
         """Choose the next step's tokens and allocate their blocks. An empty step means that there is nothing to do."""
         step = SchedulerOutput([])
         decoding = sum(len(sequence.token_ids) - sequence.num_computed == 1 for sequence in self.running)
-        self._prefill_budget = self.max_num_batched_tokens - decoding
+        in_time = max(LEAST_CHUNK, int(STEP_SECONDS / max(self.seconds_per_token, 1e-9)))
+        self._prefill_budget = min(self.max_num_batched_tokens - decoding, in_time)
         self._head_rows = self.max_head_rows - decoding
         preemptions = self.counters["preemptions"]
         self._schedule_running(step)
@@ -288,6 +296,12 @@ class Scheduler:
             self.counters["computed_tokens"] += item.count
             self.counters["prefill_chunks"] += len(item.sequence.token_ids) - item.start > 1
             self.counters["partial_chunks"] += not item.samples
+
+    def keep_pace(self, step: SchedulerOutput, seconds: float) -> None:
+        """The step took this long."""
+        tokens = sum(item.count for item in step.scheduled)
+        if tokens >= LEAST_CHUNK:
+            self.seconds_per_token = seconds / tokens
 
     def computed(self, step: SchedulerOutput) -> None:
         """The forward pass is done: its tokens are in the cache, and their full blocks may be found."""

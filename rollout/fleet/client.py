@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
@@ -28,6 +29,7 @@ from rollout.messages import (
     EngineState,
     FromEngine,
     Outputs,
+    Progress,
     Reply,
     ToEngine,
 )
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 # An engine that dies more often than it may within this time is not restarted any more.
 RESTART_WINDOW_S = 600.0
+# A step of which nothing was heard for so long no longer gets on (an engine reports each second of a long one).
+PROGRESS_TIMEOUT_S = 15.0
 _CLOSE_S = 3.0
 # What an engine that has just started serves.
 _FRESH = EngineState(epoch=0, version="default", paused=False)
@@ -91,6 +95,7 @@ class EngineClient:
         self.state = self._reported = _FRESH
         self.error: EngineError | None = None
         self.work = 0
+        self._progress_at = self._step_since = -math.inf
         self.incarnation = 0
 
     def start(self) -> None:
@@ -206,25 +211,34 @@ class EngineClient:
         self, method: str, params: dict[str, Any] | None = None, *, timeout_s: float
     ) -> Coroutine[Any, Any, dict[str, Any]]:
         """The same, of an engine that may not serve yet. It is sent at once; await the rest for the answer, also to
-        learn that it could not be sent: of several engines that are asked, each is."""
+        learn that it could not be sent: of several engines that are asked, each is. While a step that began before the
+        call gets on, the engine can't have read it, and the wait goes on."""
         call_id = next(self._ids)
         future: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self._calls[call_id] = future
+        sent_at = self._loop.time()
         try:
             self._send(Call(call_id, method, params or {}))
         except EngineError as error:
             future.set_exception(error)
 
         async def answer() -> dict[str, Any]:
+            left = timeout_s
             try:
-                async with asyncio.timeout(timeout_s):  # wait_for would overlook `fail` where the answer has just come
-                    return await future
-            except TimeoutError:
-                raise EngineError(f"{self.name} did not answer {method!r} within {timeout_s:g} s.") from None
+                while not future.done():
+                    await asyncio.wait([future], timeout=left)
+                    if not future.done() and not self._in_step_since(sent_at):
+                        raise EngineError(f"{self.name} did not answer {method!r} within {timeout_s:g} s.")
+                    left = PROGRESS_TIMEOUT_S
+                return future.result()
             finally:
                 self._calls.pop(call_id, None)
 
         return answer()
+
+    def _in_step_since(self, moment: float) -> bool:
+        """Whether a step that was under way at this time of the event loop still is, and gets on."""
+        return self._step_since < moment and self._loop.time() - self._progress_at < PROGRESS_TIMEOUT_S
 
     async def stop(self, reason: str = "the server is shutting down", *, timeout_s: float = _CLOSE_S) -> None:
         """End the process (SIGTERM, then SIGKILL after the timeout) and whatever still waits for it."""
@@ -266,6 +280,8 @@ class EngineClient:
                 self._info = message
                 if not self._ready.done():
                     self._ready.set_result(message)
+            case Progress(_, seconds):
+                self._progress_at, self._step_since = self._loop.time(), self._loop.time() - seconds
             case EngineDied(reason):
                 self.fail(reason)
 

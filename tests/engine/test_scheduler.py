@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rollout.config import KVPolicy
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.request import Request, Sequence
-from rollout.engine.scheduler import Scheduler, SchedulerOutput
+from rollout.engine.scheduler import STEP_SECONDS, Scheduler, SchedulerOutput
 from rollout.outputs import TokenLogprob
 from rollout.sampling.params import SamplingParams
 from tests.support.trace import count_lines
@@ -484,3 +484,19 @@ def test_a_step_does_not_read_the_prompts_of_those_that_wait() -> None:
     for _ in range(5):
         w.scheduler.computed(w.scheduler.schedule())
     assert CountedIds.read < 2 * 3000
+
+
+def test_a_prefill_on_a_slow_machine_is_cut_into_steps_of_some_seconds() -> None:
+    w = world(tokens=1000, num_blocks=500)
+    w.add([1] * 1000, max_tokens=1)
+    w.scheduler.seconds_per_token = STEP_SECONDS / 100  # until a step was measured
+    chunks = []
+    while w.scheduler.requests:
+        step = w.schedule()
+        (item,) = step.scheduled
+        chunks.append(item.count)
+        w.scheduler.computed(step)
+        w.scheduler.keep_pace(step, item.count * STEP_SECONDS / 300)
+        if item.samples:
+            w.scheduler.remove(item.sequence)
+    assert chunks == [100, 300, 300, 300]
