@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trainer_bridge.client import Choice
+from trainer_bridge.wire import as_token_ids
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,28 @@ class RolloutGroup:
     def logprobs(self) -> list[float]:
         """The server's, of all tokens, one answer after the other: π_old."""
         return [logprob for choice in self.choices for logprob in choice.logprobs or ()]
+
+
+def prompts_of(items: Iterable[Prompt | Sequence[int]]) -> Iterator[Prompt]:
+    """The prompts of a list, iterable or data set of prompts or token ids (lists, arrays, tensors). Raises TypeError
+    for an item of another kind."""
+    for item in items:
+        if isinstance(item, str | Mapping):
+            raise TypeError(f"a prompt is a Prompt or token ids, got {item!r}: prompts_of_rows makes them of rows")
+        yield item if isinstance(item, Prompt) else Prompt(as_token_ids(item))
+
+
+def prompts_of_rows(
+    rows: Iterable[Mapping[str, Any]], tokenizer: Any, *, column: str = "prompt", **chat_template: Any
+) -> Iterator[Prompt]:
+    """The prompts of a data set's rows: `column` holds text or messages, the whole row becomes the prompt's task.
+
+    Messages go through the tokenizer's chat template, with `chat_template` as its further arguments.
+    """
+    for row in rows:
+        prompt = row[column]
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt).input_ids
+        else:
+            ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **chat_template)
+        yield Prompt(list(ids), row)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import http.server
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import torch
 
 from rollout.config import ServerConfig
 from tests.support import fake_engine
@@ -179,5 +183,77 @@ def test_a_proxy_that_answers_html() -> None:
 
 
 def test_the_client_imports_nothing_of_the_server() -> None:
-    code = "import trainer_bridge.client, sys; sys.exit(any(m in sys.modules for m in ('rollout', 'torch', 'numpy')))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    """Of the engine's packages only the table of sampling parameters, and neither torch nor numpy."""
+    code = "import trainer_bridge.client, sys; print(*(m for m in sys.modules if m.split('.')[0] in {names}))"
+    code = code.replace("{names}", "('rollout', 'torch', 'numpy', 'transformers')")
+    result = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
+    assert set(result.stdout.split()) == {"rollout", "rollout.sampling", "rollout.sampling.params"}
+
+
+@CLIENTS
+def test_a_misspelt_parameter_was_sent_and_ignored(kind: Any) -> None:
+    client = kind("http://127.0.0.1:9")
+    for ask in (client.generate, lambda *args: list(client.stream(*args))):
+        with pytest.raises(ValueError, match="'max_token' is no sampling parameter: did you mean max_tokens"):
+            ask([1], {"max_token": 5})
+        with pytest.raises(ValueError, match="'zzz' is no sampling parameter: there are n, temperature, "):
+            ask([1], {"zzz": 5})
+    client.close()
+
+
+@CLIENTS
+def test_ids_may_be_numpy_arrays_and_tensors(server: RunningServer, kind: Any) -> None:
+    client = kind(server.url, api_key="secret")
+    for ids in (np.array(PROMPT), torch.tensor(PROMPT), tuple(PROMPT), list(np.array(PROMPT))):
+        answer = client.generate(ids, {"max_tokens": 2})
+        assert answer.prompt_token_ids == PROMPT
+        assert answer.choices[0].token_ids == [21, 22]
+    with pytest.raises(ValueError, match=r"one dimension, got the shape \(1, 2\)"):
+        client.generate(torch.tensor([PROMPT]))
+    client.close()
+
+
+class Busy(http.server.BaseHTTPRequestHandler):
+    """Says `refusals` times that it can't now."""
+
+    refusals = 0
+    retry_after = "0"
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        kind = type(self)
+        kind.refusals -= 1
+        refused = kind.refusals >= 0
+        self.send_response(503 if refused else 200)
+        self.send_header("Retry-After", kind.retry_after)
+        self.end_headers()
+        self.wfile.write(b'{"error": "busy"}' if refused else CHUNK.encode() + b"data: [DONE]\n\n")
+
+
+@pytest.fixture
+def busy() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Busy) as listening:
+        threading.Thread(target=listening.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{listening.server_address[1]}"
+        listening.shutdown()
+
+
+@CLIENTS
+def test_a_busy_server_is_asked_again_when_it_says(busy: str, kind: Any) -> None:
+    Busy.refusals, Busy.retry_after = 3, "0"
+    client = kind(busy, retry_s=60)
+    assert [g.choices[0].token_ids for g in client.stream([1])] == [[1]]
+    Busy.refusals, Busy.retry_after = 1, "100"
+    with pytest.raises(RolloutError, match="busy") as refusal:  # later than it is worth waiting for
+        client.post("/pause", {})
+    assert (refusal.value.status, refusal.value.retry_after_s) == (503, 100)
+    client.close()
+    Busy.refusals = 1
+    hasty = kind(busy)
+    with pytest.raises(RolloutError, match="busy"):
+        list(hasty.stream([1]))
+    assert Busy.refusals == 0
+    hasty.close()

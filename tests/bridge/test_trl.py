@@ -192,7 +192,7 @@ def test_tokens_of_anothers_weights_end_the_run(client: RolloutClient, tmp_path:
     client.post("/update_weight_version", {"new_version": "someone-else"})
     worker = RolloutWorker(tiny_trl.config(tmp_path, client.base_url), PROMPTS, even, tiny_trl.tokenizer())
     worker.start()
-    worker._thread.join(60)
+    worker._generator._thread.join(60)
     with pytest.raises(RuntimeError, match="'someone-else', which this run did not push"):
         worker.check_health(60)
     assert worker.rollout_buffer.empty()
@@ -202,7 +202,7 @@ def test_a_failing_reward_function_ends_the_run(client: RolloutClient, tmp_path:
     client.post("/update_weight_version", {"new_version": "trl-1"})
     worker = RolloutWorker(tiny_trl.config(tmp_path, client.base_url), PROMPTS, broken, tiny_trl.tokenizer())
     worker.start()
-    worker._thread.join(60)
+    worker._generator._thread.join(60)
     with pytest.raises(RuntimeError, match="no such column") as failed:
         worker.check_health(60)
     assert isinstance(failed.value.__cause__, KeyError)
@@ -269,7 +269,7 @@ def test_a_server_that_is_away_is_asked_again_and_then_named(hangs_up: str, tmp_
     args = tiny_trl.config(tmp_path, hangs_up, request_timeout=1)
     worker = RolloutWorker(args, PROMPTS, even, tiny_trl.tokenizer())
     worker.start()
-    worker._thread.join(60)
+    worker._generator._thread.join(60)
     with pytest.raises(RuntimeError, match=re.escape(hangs_up)):
         worker.check_health(60)
     assert worker.metrics_queue.get_nowait() == {"rollout/retry_total": 1.0}

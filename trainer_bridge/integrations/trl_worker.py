@@ -9,8 +9,6 @@ import logging
 import math
 import multiprocessing.queues
 import queue
-import random
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
@@ -18,13 +16,15 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from trainer_bridge.client import AsyncRolloutClient, Choice, RolloutClient, RolloutError
+from trainer_bridge.client import Choice, RolloutClient
 from trainer_bridge.integrations.trl_compat import (
     AsyncGRPOConfig,
     RolloutSample,
     get_callable_name,
     is_async_callable,
 )
+from trainer_bridge.loop.generator import GroupGenerator
+from trainer_bridge.rollouts import Prompt, prompts_of_rows
 from trainer_bridge.score.replay import versions_per_token
 
 logger = logging.getLogger(__name__)
@@ -36,10 +36,6 @@ TrlQueue: TypeAlias = "queue.Queue[Any] | multiprocessing.queues.Queue[Any]"
 
 LABEL = "trl-"
 """What a label of the weights begins with, before TRL's model version."""
-
-TICK_S = 0.2
-LONGEST_RETRY_S = 10.0
-STOP_TIMEOUT_S = 15.0
 
 
 class RolloutWorker:
@@ -67,36 +63,44 @@ class RolloutWorker:
         self.metrics_queue: TrlQueue = queue.Queue(4096)  # of dicts, each value a gauge or (sum, count)
         self.model_version = 0
         self._args = args
-        self._rows = _endlessly(dataset)
         self._reward_funcs = list(reward_funcs) if isinstance(reward_funcs, Sequence) else [reward_funcs]
         self._tokenizer = processing_class
-        self._api_key = api_key
-        self._seeds = random.Random(args.seed)
         self._group_ids = itertools.count()
-        self._stopping = threading.Event()
-        self._beat = time.monotonic()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="rollout-worker", daemon=True)
+        self._client = RolloutClient(args.vllm_server_base_url, api_key=api_key, timeout_s=args.request_timeout)
+        eos = processing_class.eos_token_id
+        template = cast(dict[str, Any], args.chat_template_kwargs or {})
+        self._generator = GroupGenerator(
+            self._client,
+            prompts_of_rows(_endlessly(dataset), processing_class, **template),
+            self._finish,
+            # The tokenizer's end is one for TRL, even if the model's configuration has another.
+            {
+                "max_tokens": args.max_completion_length,
+                "temperature": args.temperature,
+                "stop_token_ids": [] if eos is None else [eos],
+            },
+            group_size=args.num_generations,
+            in_flight=max(1, args.max_inflight_tasks // args.num_generations),  # TRL has set -1 to its default by now
+            seed=args.seed,
+            outage_s=args.request_timeout,
+            on_retry=lambda: self._push_metrics({"rollout/retry_total": 1.0}),
+        )
 
     # TRL's interface.
 
     def start(self) -> None:
         """Begin to sample. Raises RolloutError, and ValueError where the server's logprobs aren't what TRL expects."""
-        with RolloutClient(self._args.vllm_server_base_url, api_key=self._api_key) as client:
-            mode = client.weight_info().get("logprobs_mode")
+        mode = self._client.weight_info().get("logprobs_mode")
         if self._args.temperature != 1 and mode != "processed_logprobs":
             raise ValueError(
                 f"temperature={self._args.temperature} needs a server with --logprobs-mode processed_logprobs (it has "
                 f"{mode}): TRL compares with logprobs at that temperature"
             )
-        self._beat = time.monotonic()
-        self._thread.start()
+        self._generator.start()
 
     def stop(self) -> None:
         """Abort what is running and end the thread."""
-        self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(STOP_TIMEOUT_S)
+        self._generator.stop()
 
     def update_model_version(self, model_version: int) -> None:
         """Noted only: samples bear the versions that the server says."""
@@ -104,82 +108,17 @@ class RolloutWorker:
 
     def check_health(self, stale_after_s: float) -> None:
         """Raise RuntimeError where sampling ended by an error (its cause), or nothing stirred for `stale_after_s`."""
-        if self._error is not None:
-            raise RuntimeError(f"the rollout worker failed: {self._error}") from self._error
-        if (age := time.monotonic() - self._beat) > stale_after_s:
+        if (error := self._generator.error) is not None:
+            raise RuntimeError(f"the rollout worker failed: {error}") from error
+        if (age := time.monotonic() - self._generator.last_turn) > stale_after_s:
             raise RuntimeError(f"the rollout worker has not stirred for {age:.0f} s, more than {stale_after_s:.0f} s")
 
     # The thread.
 
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._sample())
-        except BaseException as error:
-            self._error = error
-
-    async def _sample(self) -> None:
-        """Keep groups in flight until told to stop."""
-        args = self._args
-        in_flight = max(1, args.max_inflight_tasks // args.num_generations)  # TRL has set -1 to its default by now
-        async with AsyncRolloutClient(
-            args.vllm_server_base_url, api_key=self._api_key, timeout_s=args.request_timeout
-        ) as client:
-            tasks = [asyncio.create_task(self._groups(client)) for _ in range(in_flight)]
-            tasks.append(asyncio.create_task(self._tick()))
-            done, rest = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in rest:
-                task.cancel()  # closes its request, which aborts it
-            await asyncio.gather(*rest, return_exceptions=True)
-            for task in done:
-                task.result()
-
-    async def _tick(self) -> None:
-        while not self._stopping.is_set():
-            self._beat = time.monotonic()
-            await asyncio.sleep(TICK_S)
-
-    async def _groups(self, client: AsyncRolloutClient) -> None:
-        while True:
-            row, group_id = next(self._rows), next(self._group_ids)
-            prompt_ids = self._prompt_ids(row["prompt"])
-            began = time.monotonic()
-            choices = await self._generate(client, prompt_ids)
-            self._tell(choices, time.monotonic() - began)
-            for sample in await self._score(row, prompt_ids, choices, group_id):
-                self._put(sample)
-
-    def _prompt_ids(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        if isinstance(prompt, str):
-            return list(self._tokenizer(prompt).input_ids)
-        options = cast(dict[str, Any], self._args.chat_template_kwargs or {})
-        ids = self._tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **options)
-        return cast(list[int], ids)
-
-    async def _generate(self, client: AsyncRolloutClient, prompt_ids: list[int]) -> list[Choice]:
-        """A group that nobody aborted. A server that is away is asked again, for as long as a request may take."""
-        args, eos = self._args, self._tokenizer.eos_token_id
-        params: dict[str, Any] = {"max_tokens": args.max_completion_length, "temperature": args.temperature}
-        # The tokenizer's end is one for TRL, even if the model's configuration has another.
-        params |= {"logprobs": 0, "stop_token_ids": [] if eos is None else [eos]}
-        deadline, wait_s = time.monotonic() + args.request_timeout, TICK_S
-        while True:
-            try:
-                answer = await client.generate(
-                    prompt_ids, params | {"seed": self._seeds.getrandbits(63)}, n=args.num_generations
-                )
-                if all(choice.finish_reason != "abort" for choice in answer.choices):
-                    return answer.choices
-                failed = RolloutError(0, "Aborted", f"{answer.request_id} was aborted")
-            except RolloutError as error:
-                if error.status not in (0, 503):
-                    raise
-                failed = error
-            if time.monotonic() > deadline:
-                raise failed
-            logger.warning("%s; asking again in %.1f s", failed, wait_s)
-            self._push_metrics({"rollout/retry_total": 1.0})
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, LONGEST_RETRY_S)
+    async def _finish(self, prompt: Prompt, params: dict[str, Any], choices: list[Choice], seconds: float) -> None:
+        self._tell(choices, seconds)
+        for sample in await self._score(prompt.task, prompt.token_ids, choices, next(self._group_ids)):
+            self._put(sample)
 
     async def _score(
         self, row: Mapping[str, Any], prompt_ids: list[int], choices: list[Choice], group_id: int
@@ -279,6 +218,8 @@ def _advantages(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray, float]:
     scored = rewards[~np.isnan(rewards)]
     if not scored.size:
         return rewards, np.zeros_like(rewards), math.nan
+    if scored.min() == scored.max():  # rounding of their mean is no advantage
+        return rewards, np.zeros_like(rewards), 0.0
     return rewards, np.nan_to_num((rewards - scored.mean()) / (scored.std() + 1e-8)), float(scored.std())
 
 

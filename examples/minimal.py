@@ -1,0 +1,60 @@
+"""The least of a training loop: your prompts, your reward, your model. The server samples on while it is pushed to.
+
+python examples/minimal.py path/to/model
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollout.launch import serve
+from trainer_bridge import Prompt, RolloutClient, RolloutSampler, WeightSender
+from trainer_bridge.client import Choice
+from trainer_bridge.rollouts import prompts_of_rows
+from trainer_bridge.score.groups import score_group
+from trainer_bridge.score.losses import clipped_surrogate, token_advantages
+
+ROWS = [{"prompt": "The sea is"}, {"prompt": "A good friend"}, {"prompt": "In winter"}]
+
+
+def train(folder: str, steps: int, learning_rate: float) -> list[float]:
+    """The mean reward of each step: how large a share of an answer's characters are vowels."""
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder).float().eval(),
+    )
+
+    def reward(_: Prompt, choice: Choice) -> float:
+        text = tokenizer.decode(choice.token_ids, skip_special_tokens=True)
+        return sum(character in "aeiouAEIOU" for character in text) / max(len(text), 1)
+
+    optimizer, means = torch.optim.AdamW(model.parameters(), lr=learning_rate), []
+    prompts, params = prompts_of_rows(itertools.cycle(ROWS), tokenizer), {"max_tokens": 24}
+    with (
+        serve(Path(folder), Path("server.log"), "--enable-scale-out", "--dtype", "float32") as url,
+        RolloutClient(url) as client,
+        WeightSender.connect(client, model) as sender,
+        RolloutSampler(client, prompts, reward, params, group_size=8, in_flight=2, capacity=8) as sampler,
+    ):
+        for step in range(steps):
+            groups = sampler.take_groups(4)
+            for group in groups:
+                new, old = score_group(model, group).logprobs, torch.tensor(group.logprobs)
+                advantages = token_advantages(group.rewards, group.lengths)
+                loss = clipped_surrogate(new, old, advantages, low=0.2, high=0.28, cap=4.0).mean()
+                (loss / len(groups)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sender.push(version=f"step-{step}")
+            means.append(sum(sum(group.rewards) for group in groups) / (8 * len(groups)))
+            print(f"step {step}: mean reward {means[-1]:.2f}", flush=True)
+    return means
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], steps=40, learning_rate=1e-5)
