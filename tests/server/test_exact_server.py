@@ -216,7 +216,7 @@ def test_only_what_the_records_weights_sampled_is_compared() -> None:
     choice = Choice(0, [5, 6, 7, 8], [-1.0, -2.0, -3.0, -4.0], None, spans, "length", None)
     item = records.record([1], {"seed": 1}, [choice], model="m", info={})
     again = Generation("r", [1], [replace(choice, token_ids=[5, 6, 9], logprobs=[-1.0, -2.0, -9.0])])
-    assert records.compare(item, again) == [records.Comparison(0, 2, 2, None, 0, 0.0)]
+    assert records.compare(item, again) == [records.ReplayedChoice(0, 2, 2, None, 0, 0.0)]
     shorter = Generation("r", [1], [replace(choice, token_ids=[5], logprobs=[-1.5])])
     (comparison,) = records.compare(item, shorter)
     assert (comparison.first_difference, comparison.differing_logprobs, comparison.largest_gap) == (1, 1, 0.5)
