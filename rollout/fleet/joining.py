@@ -20,7 +20,8 @@ async def copy_weights(source: EngineClient, client: EngineClient) -> int:
     It is an update like any other, with `source` for its trainer. Raises EngineError.
     """
     size = {"world_size": 1 + client.info.world_size}
-    offer = await source.send_call("offer_weights", {"timeout_s": _STALL_S} | size, timeout_s=_CALL_S)
+    meeting = {"timeout_s": _STALL_S, "address": source.address} | size
+    offer = await source.send_call("offer_weights", meeting, timeout_s=_CALL_S)
     init = {
         "backend": "gloo",
         "master_address": source.address,

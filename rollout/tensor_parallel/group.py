@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rollout.config import EngineConfig
 from rollout.model.model_config import resolve_device
+from rollout.rendezvous import host_store
 
 HOST = "127.0.0.1"
 COLLECTIVE_TIMEOUT_S = 300.0
@@ -19,7 +20,7 @@ COLLECTIVE_TIMEOUT_S = 300.0
 
 def open_store(size: int) -> dist.TCPStore:
     """Where the ranks meet: a store on localhost, on a port of its own."""
-    return dist.TCPStore(HOST, 0, size, True, timedelta(seconds=COLLECTIVE_TIMEOUT_S), wait_for_workers=False)
+    return host_store(HOST, size, COLLECTIVE_TIMEOUT_S)
 
 
 def find_store(port: int, size: int) -> dist.TCPStore:

@@ -11,13 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rollout.rendezvous import PREFIX, host_store
 from rollout.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
 
-def offer_weights(store: WeightStore, timeout_s: float, world_size: int) -> dict[str, Any]:
-    """Broadcast the live parameters, once, to the other `world_size` - 1 ranks of a gloo group at the returned port.
+def offer_weights(store: WeightStore, timeout_s: float, world_size: int, address: str) -> dict[str, Any]:
+    """Broadcast the live parameters, once, to the other `world_size` - 1 ranks of a gloo group that meets at `address`,
+    which is this machine's, and the returned port.
 
     Returns at once, with what a receiver announces of them (module names, dtypes, shapes) and their epoch and label;
     the rest happens on a thread, each wait of it within `timeout_s` seconds. Meanwhile they can't be overwritten, as
@@ -26,7 +28,7 @@ def offer_weights(store: WeightStore, timeout_s: float, world_size: int) -> dict
     with ExitStack() as failing:
         tensors = failing.enter_context(store.snapshot())
         limit = timedelta(seconds=timeout_s)
-        rendezvous = dist.TCPStore("localhost", 0, world_size, True, limit, wait_for_workers=False)
+        rendezvous = host_store(address, world_size, timeout_s)
         answer = {
             "port": rendezvous.port,
             "names": sorted(tensors),
@@ -41,7 +43,7 @@ def offer_weights(store: WeightStore, timeout_s: float, world_size: int) -> dict
         with reading:
             gathered = store.gather(tensors)
             try:
-                group: Any = dist.ProcessGroupGloo(dist.PrefixStore("rollout", rendezvous), 0, world_size, limit)
+                group: Any = dist.ProcessGroupGloo(dist.PrefixStore(PREFIX, rendezvous), 0, world_size, limit)
                 for _, tensor in gathered:
                     group.broadcast(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8), 0).wait()
             except RuntimeError as error:

@@ -163,7 +163,7 @@ class TrainerConnection:
                 400, f"init_info.timeout_s must be a positive number of seconds, at most {longest:g}, got {timeout_s}"
             )
         if info.backend == "disk":
-            return DiskTransport(), timeout_s
+            return DiskTransport(timeout_s), timeout_s
         return BroadcastTransport(info, timeout_s, self._device), timeout_s
 
     def check_room(self) -> None:

@@ -105,11 +105,11 @@ def resume(store: WeightStore, folder: str | None, epoch: int, label: str) -> st
 
 
 def _load(store: WeightStore, path: Path) -> str:
-    about = json.loads((path / _ABOUT).read_text())
+    disk = DiskTransport()
+    about = json.loads(disk.read_small(path / _ABOUT))
     kept, known = int(about["epoch"]), store.epoch
     label = store.label if kept == known else str(about["weight_version"])
     staging = store.stage(in_place=True)
-    disk = DiskTransport()
     info = disk.describe(Announcement(path=str(path)))
     plan = staging.resolve(info.names, info.dtype_names, info.shapes)
     disk.receive(info, plan, staging, lambda nbytes: None)

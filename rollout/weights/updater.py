@@ -227,7 +227,7 @@ class WeightUpdater:
         self._refuse_second()
         start = StartBody(update_id=body.update_id, handed_out=body.handed_out)
         staging = self._store.admit(start, self._paused())
-        receiver = self._trainer.new_receiver(DiskTransport(), self._timeout_s)
+        receiver = self._trainer.new_receiver(DiskTransport(self._timeout_s), self._timeout_s)
         self._update = Update(self._store, receiver, start, staging, single_call=True)
         return self._update
 

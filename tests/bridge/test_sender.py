@@ -312,7 +312,7 @@ def test_a_peer_that_takes_no_broadcast_is_noticed_within_the_timeout():
 
     with ThreadPoolExecutor(1) as pool:
         peer = pool.submit(join)
-        group = TrainerGroup("gloo", store, 2, timeout_s=2.0)
+        group = TrainerGroup("gloo", store, 2, timeout_s=2.0, device=torch.device("cpu"))
         peer.result(10)
     with pytest.raises((TimeoutError, RuntimeError)):
         group.broadcast(torch.zeros(1 << 26, dtype=torch.uint8), [Future()])

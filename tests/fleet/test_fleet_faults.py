@@ -357,5 +357,5 @@ def test_weights_that_nobody_takes_are_gathered_to_the_end() -> None:
             yield from super().gather(tensors)
             over.set()
 
-    offer_weights(Store(ModelParameters(tiny_models.model("llama", 0))), 0.2, 2)
+    offer_weights(Store(ModelParameters(tiny_models.model("llama", 0))), 0.2, 2, "127.0.0.1")
     assert over.wait(30)

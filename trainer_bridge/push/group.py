@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from rollout.rendezvous import PREFIX, nccl_group
 from trainer_bridge.push.sources import TensorInfo
 
 Backend = Literal["gloo", "nccl"]
@@ -19,19 +21,18 @@ _POLL_S = 0.0005
 
 
 class TrainerGroup:
-    """Rank 0 of the group; `store` is the rendezvous that it hosts."""
+    """Rank 0 of the group; `store` is the rendezvous that it hosts. Blocks until the servers have come."""
 
-    def __init__(self, backend: Backend, store: dist.TCPStore, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, backend: Backend, store: dist.TCPStore, world_size: int, timeout_s: float, device: torch.device
+    ) -> None:
         self._timeout_s = timeout_s
-        prefixed = dist.PrefixStore("rollout", store)
         self._group: Any
         if backend == "gloo":
-            self._group = dist.ProcessGroupGloo(prefixed, 0, world_size, timedelta(seconds=timeout_s))
+            timeout = timedelta(seconds=timeout_s)
+            self._group = dist.ProcessGroupGloo(dist.PrefixStore(PREFIX, store), 0, world_size, timeout)
         else:
-            # The deadline is kept below: NCCL's own watchdog would end the process.
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(days=365)
-            self._group = dist.ProcessGroupNCCL(prefixed, 0, world_size, options)
+            self._group = nccl_group(store, 0, world_size, device, timeout_s)
         self._abort = backend == "nccl"
 
     def broadcast(self, tensor: torch.Tensor, calls: list[Future[Any]]) -> None:
@@ -54,6 +55,17 @@ class TrainerGroup:
         if self._abort:
             self._group.abort()
         self._group = None
+
+
+def store_address(addresses: Sequence[str]) -> str:
+    """Where the store listens: `addresses` are this machine's, as each server reaches it.
+
+    One address serves servers of this machine and of one network; only for several networks it is all of them.
+    """
+    outside = {address for address in addresses if not ipaddress.ip_address(address).is_loopback}
+    if len(outside) > 1:
+        return "::" if any(":" in address for address in outside) else "0.0.0.0"
+    return next(iter(outside or addresses))
 
 
 def packed_groups(infos: list[TensorInfo], limit: int) -> list[list[TensorInfo]]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 
+from rollout.rendezvous import host_store
 from rollout.two_phase import TwoPhaseCommit
 from trainer_bridge.push.control import (
     Committed,
@@ -25,7 +25,7 @@ from trainer_bridge.push.control import (
     on_all,
     result,
 )
-from trainer_bridge.push.group import Backend, TrainerGroup, buffers, packed_groups
+from trainer_bridge.push.group import Backend, TrainerGroup, buffers, packed_groups, store_address
 from trainer_bridge.push.sources import TensorInfo
 
 LEAVE_S = 3.0
@@ -79,17 +79,20 @@ class ServerGroup:
             self.joined = True
             return
         sizes = on_all(self.servers, lambda _, s: int(s.call("GET", "/get_world_size")["world_size"]))
-        world_size, timeout = sum(sizes) + 1, timedelta(seconds=self._timeout_s)
-        store = dist.TCPStore("localhost", 0, world_size, True, timeout, wait_for_workers=False)
+        world_size = sum(sizes) + 1
+        addresses = [server.address_here() for server in self.servers]
+        host = store_address(addresses)
+        store = host_store(host, world_size, self._timeout_s)
         info |= {"master_port": store.port, "world_size": world_size}
         info |= {"packed": self._packed, "packed_buffer_size_bytes": PACKED_BUFFER_BYTES}
 
         def init(index: int, server: ServerControl) -> None:
-            own = {"master_address": server.address_here(), "rank_offset": 1 + sum(sizes[:index])}
+            address = addresses[index] if ipaddress.ip_address(host).is_unspecified else host
+            own = {"master_address": address, "rank_offset": 1 + sum(sizes[:index])}
             server.join(info | own, rejoin=rejoin)
 
         backend = self.backend
-        made = in_thread(lambda: TrainerGroup(backend, store, world_size, self._timeout_s))
+        made = in_thread(lambda: TrainerGroup(backend, store, world_size, self._timeout_s, self._device))
         all_of_them: list[Future[Any]] = [
             *(in_thread(lambda i=i, s=s: init(i, s)) for i, s in enumerate(self.servers)),  # type: ignore[misc]
             made,

@@ -35,7 +35,7 @@ class Transport(Protocol):
         """Whether the trainer is known to have left, or to have died. At once, from any thread."""
 
     def interrupt(self) -> None:
-        """End a `receive` that is under way, where it can be; from any thread."""
+        """End a `describe` or `receive` with AbandonedError, now or later; from any thread."""
 
     def close(self) -> None:
         """Leave the group."""

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import pickletools
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -21,68 +22,75 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from rollout.rendezvous import PREFIX, nccl_group
 from rollout.weights.bodies import Announcement, InitInfo
-from rollout.weights.errors import WeightUpdateError
+from rollout.weights.errors import AbandonedError, WeightUpdateError
 from rollout.weights.staging import Incoming, Staging
 
 _UNIQUE_ID_BYTES = 128
+_POLL_S = 0.0005
+_TICK = timedelta(seconds=0.05)
 
 
 class Group(Protocol):
-    """The receiving end of a group whose rank 0 is the trainer. `interrupted`: a broadcast has to end, where it can."""
+    """The receiving end of a group whose rank 0 is the trainer."""
 
-    interrupted: bool
+    def broadcast(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
+        """Receive a contiguous tensor from rank 0; on return, in the order of the current stream, it is filled.
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Receive a contiguous tensor from rank 0; on return, in the order of the current stream, it is filled."""
+        `check` is called now and then, and raises to end the wait. Only a gloo group may still write to the tensor
+        then.
+        """
 
     def close(self) -> None:
         """Leave."""
 
 
 class GlooGroup:
-    """ProcessGroupGloo: CPU tensors, as bytes. A blocked broadcast ends only by its own timeout."""
-
-    interrupted = False
+    """ProcessGroupGloo: CPU tensors, as bytes. Nothing but its own timeout ends a broadcast, which holds its tensor."""
 
     def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
         self._group: Any = dist.ProcessGroupGloo(
-            _store(info, timeout_s), info.rank_offset, info.world_size, timedelta(seconds=timeout_s)
+            dist.PrefixStore(PREFIX, _store(info, timeout_s)),
+            info.rank_offset,
+            info.world_size,
+            timedelta(seconds=timeout_s),
         )
         self._device = device
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
         """Receive; through host memory where the tensor is on another device."""
         landing = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
-        self._group.broadcast(landing.view(-1).view(torch.uint8), 0).wait()
+        work = self._group.broadcast(landing.view(-1).view(torch.uint8), 0)
+        while not work.is_completed():
+            check()
+            with contextlib.suppress(RuntimeError):  # not yet; what has failed is raised below
+                work.wait(_TICK)
+        work.wait()
         if landing is not tensor:
             tensor.copy_(landing)
 
     def close(self) -> None:
-        """Drop the group and its sockets."""
+        """Drop the group and its sockets; waits for a broadcast that was given up, without holding up other threads."""
         del self._group
 
 
 class NcclGroup:
-    """ProcessGroupNCCL. Its watchdog would end the process on a timeout, so the deadline is kept here."""
-
-    interrupted = False
+    """ProcessGroupNCCL without its watchdog: the deadline is kept here, and an abort ends the kernel that waits."""
 
     def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(days=365)
         self._timeout_s = timeout_s
-        self._group: Any = dist.ProcessGroupNCCL(_store(info, timeout_s), info.rank_offset, info.world_size, options)
+        store = _store(info, timeout_s)
+        self._group = nccl_group(store, info.rank_offset, info.world_size, device, timeout_s)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
         """Receive, or abort the communicator when nothing came in time."""
         work = self._group.broadcast(tensor, 0)
-        deadline = time.monotonic() + self._timeout_s
-        while not work.is_completed():
-            if self.interrupted or time.monotonic() > deadline:
-                self._group.abort()
-                raise TimeoutError(f"no broadcast arrived within {self._timeout_s:g} s")
-            time.sleep(0.0005)
+        try:
+            _poll(work.is_completed, self._timeout_s, check)
+        except BaseException:
+            self._group.abort()
+            raise
         work.wait()
 
     def close(self) -> None:
@@ -92,8 +100,6 @@ class NcclGroup:
 
 class VllmNcclGroup:
     """A raw NCCL communicator, as vLLM's StatelessProcessGroup + PyNcclCommunicator build it on the trainer's side."""
-
-    interrupted = False
 
     def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
         class UniqueId(ctypes.Structure):
@@ -109,25 +115,27 @@ class VllmNcclGroup:
                 ctypes.c_int(info.rank_offset),
             )  # fmt: skip
             one = torch.zeros(1, device=device)
-            # 7 is ncclFloat32, 0 is ncclSum.
-            self._on_stream("ncclAllReduce", one, one, ctypes.c_size_t(1), ctypes.c_int(7), ctypes.c_int(0))
+            # 1 element; 7 is ncclFloat32, 0 is ncclSum.
+            self._on_stream("ncclAllReduce", one, (1, 7, 0), lambda: None)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
         """Receive as bytes: 0 is ncclInt8, and the root."""
-        self._on_stream(
-            "ncclBroadcast", tensor, tensor, ctypes.c_size_t(tensor.nbytes), ctypes.c_int(0), ctypes.c_int(0)
-        )
+        self._on_stream("ncclBroadcast", tensor, (tensor.nbytes, 0, 0), check)
 
-    def _on_stream(self, function: str, sent: torch.Tensor, received: torch.Tensor, *rest: Any) -> None:
-        stream = torch.cuda.current_stream(received.device)
-        pointers = (ctypes.c_void_p(sent.data_ptr()), ctypes.c_void_p(received.data_ptr()))
-        self._call(function, *pointers, *rest, self._comm, ctypes.c_void_p(stream.cuda_stream))
-        deadline = time.monotonic() + self._timeout_s
-        while not stream.query():
-            if self.interrupted or time.monotonic() > deadline:
-                self.close()
-                raise TimeoutError(f"{function} did not finish within {self._timeout_s:g} s")
-            time.sleep(0.0005)
+    def _on_stream(
+        self, function: str, tensor: torch.Tensor, rest: tuple[int, int, int], check: Callable[[], None]
+    ) -> None:
+        stream = torch.cuda.current_stream(tensor.device)
+        count, dtype, root_or_sum = rest
+        self._call(
+            function, ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(count),
+            ctypes.c_int(dtype), ctypes.c_int(root_or_sum), self._comm, ctypes.c_void_p(stream.cuda_stream),
+        )  # fmt: skip
+        try:
+            _poll(stream.query, self._timeout_s, check)
+        except BaseException:
+            self.close()
+            raise
 
     def _call(self, function: str, *arguments: Any) -> None:
         status = getattr(self._nccl, function)(*arguments)
@@ -170,6 +178,7 @@ class BroadcastTransport:
         self._group: Group | None = None
         self._last: Announcement | None = None
         self._watched: socket.socket | None = None
+        self._interrupted = threading.Event()
 
     def connect(self) -> None:
         """Join the trainer's group. Raises WeightUpdateError 503 where it does not come to be in time."""
@@ -196,9 +205,12 @@ class BroadcastTransport:
             return True
 
     def interrupt(self) -> None:
-        """End a broadcast over NCCL; one over gloo ends by its timeout, or with the trainer."""
-        if self._group is not None:
-            self._group.interrupted = True
+        """End a receive; over gloo, its last broadcast holds on to one tensor until its timeout. From any thread."""
+        self._interrupted.set()
+
+    def _check(self) -> None:
+        if self._interrupted.is_set():
+            raise AbandonedError
 
     def describe(self, info: Announcement) -> Announcement:
         """Three empty lists stand for the last call's."""
@@ -256,7 +268,7 @@ class BroadcastTransport:
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
         assert self._group is not None
-        self._group.broadcast(tensor)
+        self._group.broadcast(tensor, self._check)
 
     def close(self) -> None:
         """Leave the group."""
@@ -317,18 +329,14 @@ def _unique_id(info: InitInfo, timeout_s: float) -> bytes:
         if len(unique_id) != _UNIQUE_ID_BYTES:
             raise WeightUpdateError(400, f"init_info.nccl_unique_id_b64 holds {len(unique_id)} bytes, not 128")
         return unique_id
-    store = _tcp_store(info, timeout_s, wait_for_workers=False)
     try:
-        return unpickled_bytes(store.get("broadcast_from/0/0"))
+        return unpickled_bytes(_store(info, timeout_s).get("broadcast_from/0/0"))
     except ValueError as error:
         raise WeightUpdateError(400, str(error)) from error
 
 
-def _store(info: InitInfo, timeout_s: float) -> dist.PrefixStore:
-    return dist.PrefixStore("rollout", _tcp_store(info, timeout_s, wait_for_workers=True))
-
-
-def _tcp_store(info: InitInfo, timeout_s: float, *, wait_for_workers: bool) -> dist.TCPStore:
+def _store(info: InitInfo, timeout_s: float) -> dist.TCPStore:
+    """The trainer's store. To wait for workers is to register as one: vLLM's classes wait until all ranks have."""
     assert info.master_address is not None
     assert info.master_port is not None
     return dist.TCPStore(
@@ -337,8 +345,18 @@ def _tcp_store(info: InitInfo, timeout_s: float, *, wait_for_workers: bool) -> d
         info.world_size,
         False,
         timedelta(seconds=timeout_s),
-        wait_for_workers=wait_for_workers,
+        wait_for_workers=True,
     )
+
+
+def _poll(condition: Callable[[], bool], timeout_s: float, check: Callable[[], None]) -> None:
+    """Wait until the condition holds. Raises TimeoutError, and what `check` raises."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        check()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nothing came within {timeout_s:g} s")
+        time.sleep(_POLL_S)
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,0 +1,68 @@
+"""What both ends of a weight broadcast must make alike: the store where they meet, and the NCCL group between them.
+
+Engines import it, and so does `trainer_bridge`: two copies would drift apart.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+PREFIX = "rollout"
+"""Of all keys of a group in its store."""
+
+_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+_MOST_CTAS = 4
+_environment = threading.Lock()
+
+
+def host_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
+    """A store for `world_size` ranks, on a free port of the interface that has the address `host`.
+
+    Anyone who reaches a store can write to it, and torch's own socket listens on all interfaces. Raises OSError where
+    `host` isn't an address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        world_size,
+        True,
+        timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def nccl_group(store: dist.Store, rank: int, world_size: int, device: torch.device, timeout_s: float) -> Any:
+    """A ProcessGroupNCCL whose lost peer is an error of the call that waits for it, and of nothing else.
+
+    With blocking waits, torch starts neither the watchdog nor the heartbeat monitor, which end the process when a peer
+    is lost. (The switch is an environment variable that the constructor reads.) The communicator is made at once, so
+    that what keeps it from working shows here. It takes few of the device's processors: a broadcast that waits for the
+    trainer must not keep the decoder off them. Blocks until all ranks have come; nothing can wake it.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options.config.max_ctas = _MOST_CTAS
+    with _environment:
+        before = os.environ.get(_BLOCKING_WAIT)
+        os.environ[_BLOCKING_WAIT] = "1"
+        try:
+            group = dist.ProcessGroupNCCL(dist.PrefixStore(PREFIX, store), rank, world_size, options)
+        finally:
+            if before is None:
+                del os.environ[_BLOCKING_WAIT]
+            else:
+                os.environ[_BLOCKING_WAIT] = before
+    index = torch.cuda.current_device() if device.index is None else device.index
+    group.eager_connect_single_device(torch.device("cuda", index))
+    return group
