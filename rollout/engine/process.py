@@ -39,20 +39,17 @@ from rollout.weights.errors import WeightUpdateError
 from rollout.weights.offer import offer_weights
 
 logger = logging.getLogger(__name__)
-PARENT_CHECK_S = 1.0
 PROGRESS_S = 1.0  # a step that takes longer is reported on as often
 
 
 def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
-    """Load the model, say EngineReady on `from_engine`, then serve messages of `to_engine` until the parent is gone.
+    """Load the model, say EngineReady on `from_engine`, then serve messages of `to_engine` until the process is ended.
 
     Both are ZeroMQ addresses that the server has bound (a PUSH and a PULL socket). A fatal error is sent as EngineDied.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C reaches the whole group; the server says when to go
     logs.configure(config)
     tqdm.set_lock(threading.RLock())  # its own is a named semaphore, which SIGTERM would leave behind
-    parent = os.getppid()
-    _die_with_parent(parent)
     context = zmq.Context()
     outbox = context.socket(zmq.PUSH)
     outbox.connect(from_engine)
@@ -75,17 +72,6 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
     finally:
         outbox.close(linger=2000)
         context.destroy(linger=2000)
-
-
-def _die_with_parent(parent: int) -> None:
-    """End this process when its parent is gone, however busy the engine's own thread is."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_CHECK_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="parent watch", daemon=True).start()
 
 
 def _report_progress(engine: Engine, context: zmq.Context[zmq.Socket[bytes]], from_engine: str) -> None:

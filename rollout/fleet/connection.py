@@ -9,9 +9,8 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
-import shutil
 import signal
-import tempfile
+import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -22,6 +21,7 @@ import zmq
 import zmq.asyncio
 
 from rollout.config import EngineConfig
+from rollout.folders import OwnedFolder
 from rollout.messages import FromEngine, ToEngine
 
 EngineTarget = Callable[[EngineConfig, str, str], None]
@@ -111,7 +111,16 @@ def _on_devices(target: EngineTarget, rank: int, config: EngineConfig, to_engine
 
 def _child(target: EngineTarget, config: EngineConfig, to_engine: str, from_engine: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends its engine itself
+    threading.Thread(target=_exit_with_parent, name="parent watch", daemon=True).start()
     target(config, to_engine, from_engine)
+
+
+def _exit_with_parent() -> None:
+    """End this process when the one that spawned it is gone, however early, and however busy the other threads are."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 class ProcessConnection:
@@ -136,8 +145,8 @@ class ProcessConnection:
         self.ended = False
         self._encoder = msgspec.msgpack.Encoder()
         self._unsent: deque[bytes] = deque()
-        self._folder = tempfile.mkdtemp(prefix="rollout-")  # mode 0700: no one else may speak to the engine
-        addresses = [f"ipc://{self._folder}/{name}" for name in ("to_engine", "from_engine")]
+        self._folder = OwnedFolder("rollout-")  # no one else may speak to the engine
+        addresses = [f"ipc://{self._folder.path}/{name}" for name in ("to_engine", "from_engine")]
         self._context = zmq.asyncio.Context()
         # Sending never waits (NOBLOCK, no high-water mark), so it is a plain call that keeps the order of its callers.
         self._to_engine = zmq.Context(self._context).socket(zmq.PUSH)
@@ -196,7 +205,7 @@ class ProcessConnection:
         self._to_engine.close(linger=0)
         self._from_engine.close(linger=0)
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.close()
 
     async def _receive(self) -> None:
         decoder = msgspec.msgpack.Decoder(FromEngine)

@@ -7,7 +7,6 @@ import contextlib
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Generator
 from dataclasses import replace
@@ -20,6 +19,7 @@ from rollout.fleet.client import run_engine
 from rollout.fleet.connection import EngineTarget
 from rollout.fleet.errors import EngineError
 from rollout.fleet.fleet import Fleet
+from rollout.folders import OwnedFolder
 
 if TYPE_CHECKING:
     import uvicorn
@@ -56,8 +56,8 @@ def with_own_snapshot_folder(config: EngineConfig, stack: contextlib.ExitStack) 
     """
     if config.keep_weight_snapshot is None:
         return config
-    own = tempfile.TemporaryDirectory(prefix="rollout-", dir=config.keep_weight_snapshot)
-    return replace(config, keep_weight_snapshot=stack.enter_context(own))
+    own = stack.enter_context(OwnedFolder("rollout-", config.keep_weight_snapshot))
+    return replace(config, keep_weight_snapshot=str(own.path))
 
 
 def announce(model: str, host: str, port: int, started: float) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rollout.rendezvous import PREFIX, host_store
+from rollout.weights.receiver import beside_decoding
 from rollout.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def offer_weights(store: WeightStore, timeout_s: float, world_size: int, address
         reading = failing.pop_all()
 
     def send() -> None:
-        with reading:
+        with reading, beside_decoding(tensors):
             gathered = store.gather(tensors)
             try:
                 group: Any = dist.ProcessGroupGloo(dist.PrefixStore(PREFIX, rendezvous), 0, world_size, limit)

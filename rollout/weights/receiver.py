@@ -221,12 +221,21 @@ class TrainerConnection:
 
 
 @contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
-    """On CUDA, work on a stream of its own, behind the kernels that still read what is now staging, to its end."""
+def beside_decoding(tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Copy these tensors off their device on a stream of one's own: decode steps queue behind what the default has."""
+    device = next(iter(tensors.values())).device
+    with on_device(device, torch.cuda.Stream(device) if device.type == "cuda" else None):
+        yield
+
+
+@contextmanager
+def on_device(device: torch.device, stream: torch.cuda.Stream | None = None) -> Iterator[None]:
+    """On CUDA, work on `stream` (by default one for all updates), behind the kernels that still read what is now
+    staging, to its end."""
     if device.type != "cuda":
         yield
         return
-    stream = _side_stream(device)
+    stream = stream or _side_stream(device)
     stream.wait_stream(torch.cuda.default_stream(device))
     with torch.cuda.device(device), torch.cuda.stream(stream):
         yield

@@ -12,16 +12,17 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from rollout.weights.bodies import Announcement
 from rollout.weights.errors import WeightUpdateError
+from rollout.weights.receiver import beside_decoding
 from rollout.weights.store import WeightStore
 from rollout.weights.transport.disk import DiskTransport
 
 logger = logging.getLogger(__name__)
 
-_FILE_BYTES = 64 << 20  # a file is written in one go, which other threads of this process have to wait for
+_FILE_BYTES = 64 << 20  # a file is put together in one go, for which other threads of this process have to wait
 _ABOUT = "snapshot.json"
 
 
@@ -30,7 +31,7 @@ class SnapshotKeeper:
 
     A thread of its own writes them; a folder gets its name once it is whole, and the older ones go then. Commits that
     follow each other faster than that are left out, but for the newest. While it reads, as a checksum does, an update
-    in place is refused with a 409.
+    in place is refused with a 409. Nothing is forced to the disk: a machine that goes down takes the server along.
     """
 
     def __init__(self, store: WeightStore, folder: str) -> None:
@@ -54,12 +55,14 @@ class SnapshotKeeper:
         epoch, label = self._store.epoch, self._store.label
         partial = self._folder / "partial"
         shutil.rmtree(partial, ignore_errors=True)
+        self._folder.mkdir(exist_ok=True)  # of this engine, within the server's
         partial.mkdir()
-        with self._store.snapshot() as tensors:
+        with self._store.snapshot() as tensors, beside_decoding(tensors):
             if self._store.epoch != epoch:
                 return  # a commit came between: it has asked for another one
             for index, piece in enumerate(_pieces(tensors)):
-                save_file(piece, partial / f"{index:05}.safetensors")
+                # `save_file` would hold up all threads while it writes.
+                (partial / f"{index:05}.safetensors").write_bytes(save(piece))
         (partial / _ABOUT).write_text(json.dumps({"epoch": epoch, "weight_version": label}))
         older = _whole(self._folder)
         os.replace(partial, self._folder / f"epoch-{epoch:09}")

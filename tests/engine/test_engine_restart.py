@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from rollout.launch import serve
 from rollout.messages import AddRequest
 from rollout.model.parameters import ModelParameters
 from rollout.sampling.params import SamplingParams
+from rollout.weights.receiver import beside_decoding
 from rollout.weights.snapshot import SnapshotKeeper, resume
 from rollout.weights.store import WeightStore
 from tests.support import crashing_engine, tiny_models
@@ -239,6 +241,45 @@ def test_a_snapshot_is_bit_exact_and_only_the_newest_is_kept(make, tmp_path):
         assert (successor.epoch, successor.label, successor.valid) == (served, label, True), outcome
         assert same_weights(model, make(2))
     assert "as epoch 6" in outcome
+
+
+def test_a_rank_of_several_makes_the_folder_of_its_snapshots(tmp_path):
+    """It used to write none: nobody had made `rank-1` in the server's folder."""
+    store = WeightStore(ModelParameters(llama(1)))
+    store.epoch = 1
+    folder = tmp_path / "rank-1"
+    SnapshotKeeper(store, str(folder)).request()
+    eventually(lambda: (folder / "epoch-000000001").exists())
+    model = llama(0)
+    resume(WeightStore(ModelParameters(model)), str(folder), 1, "v1")
+    assert same_weights(model, llama(1))
+
+
+def test_snapshots_and_offers_are_copied_beside_decoding(monkeypatch):
+    """On a stream that waits for the default one but keeps it free. Stands in for CUDA's streams and device guard."""
+    log = []
+
+    class Stream:
+        def __init__(self, device):
+            log.append(f"made on {device}")
+
+        def wait_stream(self, other):
+            log.append(f"waits for {other}")
+
+        def synchronize(self):
+            log.append("done")
+
+    @contextmanager
+    def current(what):
+        log.append("current" if isinstance(what, Stream) else str(what))
+        yield
+
+    for name, stand_in in (("Stream", Stream), ("stream", current), ("device", current)):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "the default")
+    with beside_decoding({"a": SimpleNamespace(device=torch.device("cuda", 1))}):
+        log.append("copies")
+    assert log == ["made on cuda:1", "waits for the default", "cuda:1", "current", "copies", "done"]
 
 
 @pytest.mark.parametrize("damage", ["cut", "other model", "gone", "not whole"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -258,3 +259,49 @@ def test_kernels_are_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert [path.stat().st_mtime_ns for path in (tmp_path / "native").iterdir()] == [stamp]
     finally:
         native.library.cache_clear()
+
+
+def build_in_words(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    """Stands in for the compiler: writes a file that says who made it."""
+    if "-o" in command:
+        Path(command[-1]).write_text("built here")
+    return subprocess.CompletedProcess(command, 0, stdout="", stderr="")
+
+
+@pytest.mark.parametrize("mode", [0o722, 0o720, 0o702])
+def test_kernels_that_others_can_write_are_not_loaded(
+    mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", build_in_words)
+    made = native._built("c++")
+    made.write_text("by somebody else")
+    made.chmod(mode)
+    assert native._built("c++").read_text() == "built here"
+    assert made.stat().st_mode & 0o077 == 0
+
+    made.unlink()
+    (tmp_path / "elsewhere").write_text("by somebody else")
+    made.symlink_to(tmp_path / "elsewhere")
+    assert native._built("c++").read_text() == "built here"
+
+    made.parent.chmod(mode)
+    native._built("c++")
+    assert made.parent.stat().st_mode & 0o022 == 0
+
+
+def test_kernels_of_another_user_are_neither_loaded_nor_built_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", build_in_words)
+    made = native._built("c++")
+    made.write_text("by somebody else")
+    if os.geteuid() == 0:
+        os.chown(made.parent, 4321, -1)  # root trusts nobody's
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    made.parent.chmod(0o777)
+    with pytest.raises(PermissionError, match="set ROLLOUT_CACHE to a folder of your own"):
+        native._built("c++")
+    assert made.read_text() == "by somebody else"

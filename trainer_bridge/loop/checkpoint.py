@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer_bridge.push.folder import sync
+
 
 def save(path: str | Path, state: dict[str, Any]) -> None:
-    """Write tensors, numbers, strings, and lists and dicts of them. The file appears by one rename, on the disk."""
+    """Write tensors, numbers, strings, and lists and dicts of them. The file appears by one rename, on the disk.
+
+    Raises OSError, where the disk is full for instance; the file is then what it was.
+    """
     path = Path(path)
     unfinished = path.with_name(path.name + ".tmp")
-    with open(unfinished, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    try:
+        with open(unfinished, "wb") as file:
+            torch.save(state, file)
+        sync(unfinished)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
 
 
 def load(path: str | Path) -> dict[str, Any] | None:

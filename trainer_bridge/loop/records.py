@@ -15,8 +15,10 @@ JSON's numbers hold a float32 exactly, so logprobs come back with every bit.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -105,9 +107,23 @@ def to_json(item: Record) -> str:
 
 
 def append(path: str | Path, item: Record) -> None:
-    """Add a line to the file."""
-    with open(path, "a") as file:
-        file.write(to_json(item) + "\n")
+    """Add a line to the file: all of it or, with an OSError (a full disk), nothing.
+
+    Where a writer that was killed left half a line, the record begins a line of its own. Processes of one machine may
+    append to one file.
+    """
+    line = (to_json(item) + "\n").encode()
+    with open(path, "a+b", buffering=0) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        end = file.seek(0, os.SEEK_END)
+        if end and os.pread(file.fileno(), 1, end - 1) != b"\n":
+            line = b"\n" + line
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError:
+            os.truncate(file.fileno(), end)
+            raise
 
 
 def read(path: str | Path) -> Iterator[Record]:

@@ -47,9 +47,9 @@ class PushFolder:
                 shard, size, shards = {}, 0, shards + 1
         if shard:
             _save(shard, temporary / f"model-{shards:05d}.safetensors")
-        _sync(temporary)
+        sync(temporary)
         temporary.rename(final)
-        _sync(self.root)
+        sync(self.root)
         for old in self._written()[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
         return final
@@ -60,10 +60,11 @@ class PushFolder:
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
     save_file(tensors, file)
-    _sync(file)
+    sync(file)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file's content, or a folder's names, on the disk itself, not only in its cache. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -12,11 +12,13 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
+
+from rollout.folders import OwnedFolder
 
 logger = logging.getLogger(__name__)
 
@@ -76,14 +78,34 @@ def _built(compiler: str) -> Path:
     identity = "\0".join([SOURCE.read_text(), *FLAGS, version, _instruction_set()])
     folder = Path(os.environ.get("ROLLOUT_CACHE", "~/.cache/rollout")).expanduser() / "native"
     path = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / path.name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_private(folder)
+    if not (path.exists() and _is_private(path.lstat())):
+        with OwnedFolder("build-", folder) as scratch:
+            made = scratch.path / path.name
             command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=BUILD_TIMEOUT_S)
+            made.chmod(0o700)
             made.replace(path)  # at once: another process may be doing the same
     return path
+
+
+def _is_private(status: os.stat_result) -> bool:
+    """Whether nobody but this user and root can have written it: what is loaded from there runs as this user."""
+    written_by_others = bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)) or stat.S_ISLNK(status.st_mode)
+    return status.st_uid in (0, os.geteuid()) and not written_by_others
+
+
+def _make_private(folder: Path) -> None:
+    """Take others' right to write in the folder away. Raises PermissionError where it is somebody else's."""
+    status = folder.stat()
+    if status.st_uid == os.geteuid():
+        folder.chmod(stat.S_IMODE(status.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
+    elif not _is_private(status):
+        raise PermissionError(
+            f"kernels are neither loaded from {folder} nor built there: user {status.st_uid} owns it; "
+            "set ROLLOUT_CACHE to a folder of your own"
+        )
 
 
 def _instruction_set() -> str:

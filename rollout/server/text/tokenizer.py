@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import re
 import threading
+import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from rollout.server.text.detokenizer import Vocabulary
 logger = logging.getLogger(__name__)
 
 _LOAD_TIMEOUT_S = 120.0
+_RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
+_PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
 def _load(model: str) -> Any:
@@ -25,6 +30,18 @@ def _load(model: str) -> Any:
     if path.suffix == ".gguf":
         return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     return AutoTokenizer.from_pretrained(model)
+
+
+def _will_pass(error: BaseException | None) -> bool:
+    """Whether it, or what it was raised for, says more of the machine's moment than of the model's folder."""
+    while error is not None:
+        number = re.search(r"\(os error (\d+)\)", str(error))  # as the tokenizers library, in Rust, words it
+        if isinstance(error, MemoryError) or (error.errno if isinstance(error, OSError) else None) in _PASSING:
+            return True
+        if number is not None and int(number[1]) in _PASSING:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 class BackgroundTokenizer:
@@ -39,11 +56,19 @@ class BackgroundTokenizer:
             self._loaded.set_result(None)
 
     def _load(self) -> None:
-        try:
-            self._loaded.set_result(Vocabulary(_load(self._model)))
-        except Exception as error:  # whatever transformers raises on such a folder: token ids need no tokenizer
-            logger.warning("No tokenizer for %s, so only token ids are served: %s", self._model, error)
-            self._loaded.set_result(None)
+        pause_s = _RETRY_S
+        while True:
+            try:
+                self._loaded.set_result(Vocabulary(_load(self._model)))
+                return
+            except Exception as error:  # whatever transformers raises on such a folder: token ids need no tokenizer
+                if not _will_pass(error):
+                    logger.warning("No tokenizer for %s, so only token ids are served: %s", self._model, error)
+                    self._loaded.set_result(None)
+                    return
+                logger.warning("The tokenizer can't be loaded now, again in %g s: %s", pause_s, error)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
 
     async def get(self) -> Any:
         """The tokenizer once it is loaded. Raises as `vocabulary` does."""

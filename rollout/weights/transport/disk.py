@@ -147,13 +147,6 @@ class DiskTransport:
         """Never: nobody is connected."""
         return False
 
-    def interrupt(self) -> None:
-        """Nothing to do: a read ends by itself."""
-
-    def gone(self) -> bool:
-        """Never: nobody is connected."""
-        return False
-
     def close(self) -> None:
         """Nothing to do."""
 
