@@ -171,14 +171,14 @@ HOSTILE = {
     "a header of 16 EB": (with_header({}, length=2**64 - 1), "the header alone has 18446744073709551615"),
     "an empty file": (b"", "has no byte 0"),
     "half a length": (b"\1\0\0", "has no byte 3"),
-    "a nested header": (with_header(b"[" * 100_000), "is not what its name says"),
-    "nested shapes": (with_header(b'{"a":{"shape":' + b"[" * 100_000), "is not what its name says"),
-    "a nested value that nobody reads": (with_header(b'{"a":{"other":' + b"[" * 100_000), "is not what its name says"),
-    "not UTF-8": (with_header(b'{"\xff":1}'), "is not what its name says"),
-    "no object": (with_header([1]), "is not what its name says"),
-    "a negative shape": (with_header({"a": entry(0, 8, (-2,))}, bytes(8)), "is not what its name says"),
-    "a shape beyond all numbers": (with_header({"a": entry(0, 8, (2**64,))}, bytes(8)), "is not what its name says"),
-    "a shape of too many sizes": (with_header({"a": entry(0, 8, [2**61] * 17)}, bytes(8)), "is not what its name says"),
+    "a nested header": (with_header(b"[" * 100_000), "is not a safetensors file"),
+    "nested shapes": (with_header(b'{"a":{"shape":' + b"[" * 100_000), "is not a safetensors file"),
+    "a nested value that nobody reads": (with_header(b'{"a":{"other":' + b"[" * 100_000), "is not a safetensors file"),
+    "not UTF-8": (with_header(b'{"\xff":1}'), "is not a safetensors file"),
+    "no object": (with_header([1]), "is not a safetensors file"),
+    "a negative shape": (with_header({"a": entry(0, 8, (-2,))}, bytes(8)), "is not a safetensors file"),
+    "a shape beyond all numbers": (with_header({"a": entry(0, 8, (2**64,))}, bytes(8)), "is not a safetensors file"),
+    "a shape of too many sizes": (with_header({"a": entry(0, 8, [2**61] * 17)}, bytes(8)), "is not a safetensors file"),
     "a shape larger than its bytes": (with_header({"a": entry(0, 8, [2**61] * 16)}, bytes(8)), "has the bytes"),
     "tensors that overlap": (with_header({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "should begin at 8"),
     "a hole": (with_header({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)), "should begin at 8"),
@@ -213,7 +213,7 @@ def test_a_dtype_that_is_unknown_is_named(tmp_path, dtype):
 def test_an_index_that_is_none_is_a_400(tmp_path, index):
     saved_tensors(llama(1), tmp_path)
     (tmp_path / "model.safetensors.index.json").write_bytes(index)
-    with pytest.raises(WeightUpdateError, match=r"index\.json is not what its name says") as caught:
+    with pytest.raises(WeightUpdateError, match=r"index\.json is not a checkpoint's index") as caught:
         DiskTransport().describe(Announcement(path=str(tmp_path)))
     assert caught.value.status == 400
 

@@ -147,16 +147,6 @@ def test_an_aborted_receive_gives_its_set_back_before_its_timeout():
         del group  # the server's end, which waits, is woken by that
 
 
-def test_a_takeover_while_joining_is_answered_at_once():
-    with socket.create_server(("127.0.0.1", 0)) as listener, UpdaterServer(llama(0)) as server:  # accepts, never speaks
-        info = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": listener.getsockname()[1]}
-        answer = server.updater.call("init_weight_transfer_engine", {"init_info": {**info, "timeout_s": 120.0}})
-        server.call("shutdown_weight_transfer_engine")
-        with pytest.raises(WeightUpdateError, match="shut down or taken over while joining") as caught:
-            answer.result(20)
-        assert caught.value.status == 409
-
-
 class Work:
     """A broadcast that waits for a peer."""
 

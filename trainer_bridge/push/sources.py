@@ -110,11 +110,18 @@ class ModuleSource(StateDictSource):
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     """A module's state, tied names included, under the names that it has without wrappers."""
+    return {plain_name(name): tensor for name, tensor in without_ddp(module).state_dict(keep_vars=True).items()}
+
+
+def without_ddp(module: nn.Module) -> nn.Module:
+    """What DistributedDataParallel wraps, or the module itself."""
     while isinstance(module, nn.parallel.DistributedDataParallel):
         module = module.module
-    found = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        for part in _WRAPPER_PARTS:
-            name = name.replace(part, "")
-        found[name] = tensor
-    return found
+    return module
+
+
+def plain_name(name: str) -> str:
+    """The name of a module or tensor without what torch.compile and activation checkpointing put into it."""
+    for part in _WRAPPER_PARTS:
+        name = f"{name}.".replace(part, "").removesuffix(".")
+    return name

@@ -247,18 +247,21 @@ def _contents(file: Path) -> bytes:
         return bytes(data)
 
 
-def _decoded(file: Path, data: bytes | bytearray, kind: type[T]) -> T:
+def _decoded(file: Path, data: bytes | bytearray, kind: type[T], what: str) -> T:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{file} is not what its name says: {type(error).__name__} {error}") from error
+        raise ValueError(f"{file} is not {what}: {type(error).__name__} {error}") from error
 
 
 def _files(folder: Path) -> list[Path]:
     """What a transformers checkpoint consists of; without an index, all there is."""
     index = folder / "model.safetensors.index.json"
     try:
-        listed = {Path(name).name for name in _decoded(index, _contents(index), _Index).weight_map.values()}
+        listed = {
+            Path(name).name
+            for name in _decoded(index, _contents(index), _Index, "a checkpoint's index").weight_map.values()
+        }
     except FileNotFoundError:
         with os.scandir(folder) as entries:
             listed = {entry.name for entry in entries if entry.name.endswith(".safetensors")}
@@ -285,7 +288,7 @@ def _headers(folder: Path) -> Generator[dict[str, tuple[_Entry, _Stored]]]:
                 raise ValueError(f"the headers in {folder} have more than {_JSON_BYTES} bytes together")
             text = bytearray(length)
             _fill(descriptor, file, memoryview(text), 8)
-            header = _decoded(file, text, dict[str, _Entry])
+            header = _decoded(file, text, dict[str, _Entry], "a safetensors file")
             header.pop("__metadata__", None)
             _check_offsets(file, header, size - 8 - length)
             yield {
@@ -317,7 +320,7 @@ def _check_offsets(file: Path, header: dict[str, _Entry], size: int) -> None:
 def _pieces(tensors: list[_Stored]) -> Generator[tuple[int, torch.Tensor | None]]:
     """How many bytes more were read, and with a tensor's last ones all of it, (bytes,) uint8; in one reused buffer."""
     buffer = torch.empty(max((stored.nbytes for stored in tensors), default=0), dtype=torch.uint8)
-    memory = memoryview(buffer.numpy())
+    memory = memoryview(buffer.numpy())  # type: ignore[arg-type]
     for file, group in itertools.groupby(tensors, key=lambda stored: stored.file):
         with _opened(file) as (descriptor, state):
             for stored in group:
