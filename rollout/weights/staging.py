@@ -149,6 +149,12 @@ class Staging:
         view = item.target.view(self.into.tensors[item.target.slot])
         return view if view.dtype == item.dtype and view.is_contiguous() else None
 
+    def give_up(self, item: Incoming) -> None:
+        """Replace the buffer of a `direct` region that a receive may still write to when the next update has it."""
+        tensors = self.into.tensors
+        if not self.in_place:
+            tensors[item.target.slot] = torch.empty_like(tensors[item.target.slot])
+
     def place(self, item: Incoming, received: torch.Tensor) -> None:
         """Take a received tensor (wire dtype, the target's shape); a no-op copy where it is the `direct` region."""
         target = item.target

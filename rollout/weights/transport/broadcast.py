@@ -246,7 +246,11 @@ class BroadcastTransport:
         landing = staging.direct(item)
         if landing is None:
             landing = torch.empty(item.target.size, dtype=item.dtype, device=self._device)
-        self._broadcast(landing.view(-1).view(torch.uint8) if as_bytes else landing)
+        try:
+            self._broadcast(landing.view(-1).view(torch.uint8) if as_bytes else landing)
+        except AbandonedError:
+            staging.give_up(item)
+            raise
         staging.place(item, landing)
 
     def _receive_packed(
