@@ -62,11 +62,13 @@ class Launches(TorchDispatchMode):
     """Counts what is launched on the device, by operation; `on_host` lists the operations that the host computes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
         self.on_host: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         output = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
         devices = {t.device.type for t in tree_leaves((args, kwargs, output)) if isinstance(t, Tensor)}

@@ -116,4 +116,6 @@ class TritonAttention(AttentionBackend):
         self.values[layer].flatten(0, 1).index_copy_(0, slots, value.transpose(0, 1))
 
     def _attend(self, layer: int, query: Tensor, params: AttentionParams) -> Tensor:
-        return self._kernels.paged_attention(query, self.keys[layer], self.values[layer], self._plan, params)
+        keys, values = self.keys[layer], self.values[layer]
+        output: Tensor = self._kernels.paged_attention(query, keys, values, self._plan, params)
+        return output
