@@ -146,7 +146,7 @@ def _wait_until_ready(timeout_s: float = 120.0) -> _Steps[None]:
 
 def _blocking(steps: Callable[P, _Steps[T]]) -> Callable[Concatenate[RolloutClient, P], T]:
     @functools.wraps(steps)
-    def method(self: RolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
+    def method(self: RolloutClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         walk, answer, failed = steps(*args, **kwargs), None, None
         while True:
             try:
@@ -167,7 +167,7 @@ def _blocking(steps: Callable[P, _Steps[T]]) -> Callable[Concatenate[RolloutClie
 
 def _awaited(steps: Callable[P, _Steps[T]]) -> Callable[Concatenate[AsyncRolloutClient, P], Coroutine[Any, Any, T]]:
     @functools.wraps(steps)
-    async def method(self: AsyncRolloutClient, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def method(self: AsyncRolloutClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         walk, answer, failed = steps(*args, **kwargs), None, None
         while True:
             try:
