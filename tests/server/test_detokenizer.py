@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
+from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import ByT5Tokenizer
 
 from rollout.outputs import FinishReason
 from rollout.sampling.params import SamplingParams
+from rollout.server.text import detokenizer
 from rollout.server.text.detokenizer import Detokenizer, StopMatcher, TextReader, Vocabulary
 from tests.support import tiny_tokenizers
 
@@ -192,6 +195,48 @@ def test_how_the_text_comes_does_not_matter(text: str, cuts: list[int], stops: l
         return out + matcher.flush(), None
 
     assert run(pieces) == run([text]) == run(list(text))
+
+
+def lines_run(call: Callable[[], object]) -> int:
+    """How many lines of the detokenizer's module this call runs through."""
+    count, before = 0, sys.gettrace()
+
+    def in_frame(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return in_frame
+
+    def on_call(frame: FrameType, *_: Any) -> Any:
+        return in_frame if frame.f_code.co_filename == detokenizer.__file__ else None
+
+    sys.settrace(on_call)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_long_stop_strings_that_repeat_themselves_took_seconds_a_token() -> None:
+    """Each token compared every end of the text with every stop string."""
+    stops = [f"aa{chr(0x4E00 + i)}{'c' * 4093}" for i in range(63)] + ["a" * 4095 + "b"]
+    matcher = StopMatcher(stops, include=False)
+    assert lines_run(lambda: matcher.push("a" * 4000, armed=True)) < 4000 * 100
+    for _ in range(3):
+        assert lines_run(lambda: matcher.push("aaaa", armed=True)) < 4 * 100
+    assert matcher.push("a" * 83 + "b", armed=True) == ""
+    assert (matcher.matched, matcher.tail) == (stops[-1], "")
+
+
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=60), min_size=1, max_size=8),
+    text=st.text("ab", max_size=300),
+)
+@settings(max_examples=30)
+def test_work_is_linear_in_the_text_and_the_stop_strings(stops: list[str], text: str) -> None:
+    matcher = StopMatcher(stops, include=False)
+    read = lines_run(lambda: matcher.push(text, armed=False))
+    assert read <= 100 * (len(text) + sum(map(len, stops)))
 
 
 def reader(**params: Any) -> TextReader:

@@ -6,9 +6,10 @@ token is bounded, whatever came before it.
 
 from __future__ import annotations
 
+import bisect
 import codecs
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout.outputs import FinishReason
@@ -164,59 +165,100 @@ class Detokenizer:
         return _added(before, after)
 
 
+class _Beginning:
+    """What a text may end with: the first `length` characters of the sorted stop strings `first` to `last` - 1.
+
+    `shorter` is the longest end of it that is such a beginning too, `complete` the stop string that it ends with, and
+    `held` how much of it may still become one: its own length, or less where it is a whole stop string.
+    """
+
+    __slots__ = ("complete", "first", "held", "last", "length", "longer", "shorter")
+
+    def __init__(self, first: int, last: int, length: int) -> None:
+        self.first, self.last, self.length = first, last, length
+        self.longer: dict[str, _Beginning] = {}
+        self.shorter: _Beginning | None = None
+        self.complete: str | None = None
+        self.held: _Beginning = self
+
+
 class StopMatcher:
     """Finds the first of some stop strings to be completed in a text that comes in pieces.
 
     Text is held back only while it may still become a stop string; with `include` none is, since a match stays in.
     `matched` is the stop string found; of several that end with the same character, the first in the list. `tail` is
     the longest end of the text that begins a stop string.
+
+    This is the automaton of Aho and Corasick (Efficient String Matching, 1975): a character takes a constant number of
+    steps on average, however many stop strings there are and however they repeat themselves. Its states are made as
+    the text reaches them, so that strings that are never begun cost nothing.
     """
 
-    def __init__(self, stops: Iterable[str], *, include: bool) -> None:
+    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
         self.matched: str | None = None
-        self._stops = list(stops)
-        self._firsts = {stop[0] for stop in self._stops}
+        self._rank = {stop: place for place, stop in reversed(list(enumerate(stops)))}
+        self._stops = sorted(self._rank)
+        self._firsts = {stop[0] for stop in stops}
         self._include = include
-        self.tail = ""
+        self._start = self._end = _Beginning(0, len(self._stops), 0)
+
+    @property
+    def tail(self) -> str:
+        """The longest end of the text that begins a stop string, and is not all of one."""
+        return self._stops[self._end.first][: self._end.length] if self._end.length else ""
 
     def push(self, text: str, *, armed: bool) -> str:
         """Take more text; what of the text can be given out. A match that ends in it counts only if `armed`."""
-        if not self.tail and self._firsts.isdisjoint(text):
+        before = end = self._end
+        if end is self._start and self._firsts.isdisjoint(text):
             return text
-        known = len(self.tail)
-        seen = self.tail + text
-        end, stop = self._first_match(seen, known) if armed else (0, None)
-        if stop is not None:
-            self.matched, self.tail = stop, ""
-            return seen[known:end] if self._include else seen[: end - len(stop)]
-        start = self._tail_start(seen)
-        self.tail = seen[start:]
-        return text if self._include else seen[:start]
+        for count, char in enumerate(text, start=1):
+            end = self._next(end, char)
+            if armed and end.complete is not None:
+                self.matched, self._end = end.complete, self._start
+                return text[:count] if self._include else self._head(before, text, count - len(end.complete))
+        self._end = end.held
+        return text if self._include else self._head(before, text, len(text) - self._end.length)
 
     def flush(self) -> str:
         """What was held back and didn't become a stop string."""
-        text, self.tail = self.tail, ""
+        text, self._end = self.tail, self._start
         return "" if self._include else text
 
-    def _first_match(self, seen: str, known: int) -> tuple[int, str | None]:
-        """Where the first match ends that isn't over by `known`, and what matched."""
-        best, matched = len(seen) + 1, None
-        for stop in self._stops:
-            start = seen.find(stop, max(0, known - len(stop) + 1), best)
-            if start >= 0 and start + len(stop) < best:
-                best, matched = start + len(stop), stop
-        return best, matched
+    def _head(self, before: _Beginning, text: str, end: int) -> str:
+        """What was held back, and `text`, up to this place of `text`; one below 0 counts from its start backwards."""
+        held = self._stops[before.first][: before.length + min(end, 0)] if before.length else ""
+        return held + text[: max(end, 0)]
 
-    def _tail_start(self, seen: str) -> int:
-        """Where the longest end of `seen` starts that is the beginning of a stop string, and not all of one."""
-        start = len(seen)
-        for stop in self._stops:
-            at = seen.find(stop[0], max(0, len(seen) - len(stop) + 1), start)
-            while at >= 0 and not stop.startswith(seen[at:]):
-                at = seen.find(stop[0], at + 1, start)
-            if at >= 0:
-                start = at
-        return start
+    def _next(self, end: _Beginning, char: str) -> _Beginning:
+        """The longest beginning that the text ends with after one more character."""
+        at: _Beginning | None = end
+        while at is not None:
+            if (longer := self._longer(at, char)) is not None:
+                return longer
+            at = at.shorter
+        return self._start
+
+    def _longer(self, begun: _Beginning, char: str) -> _Beginning | None:
+        """The beginning and one more character, where a stop string goes on with it."""
+        if (known := begun.longer.get(char)) is not None:
+            return known
+
+        def next_char(stop: str) -> str:
+            return stop[begun.length : begun.length + 1]
+
+        first = bisect.bisect_left(self._stops, char, begun.first, begun.last, key=next_char)
+        last = bisect.bisect_right(self._stops, char, first, begun.last, key=next_char)
+        if first == last:
+            return None
+        made = begun.longer[char] = _Beginning(first, last, begun.length + 1)
+        made.shorter = self._start if begun.shorter is None else self._next(begun.shorter, char)
+        whole = [self._stops[first]] if len(self._stops[first]) == made.length else []
+        ended = [stop for stop in (*whole, made.shorter.complete) if stop is not None]
+        made.complete = min(ended, key=self._rank.__getitem__, default=None)
+        if whole and last - first == 1:
+            made.held = made.shorter.held
+        return made
 
 
 class TextReader:
