@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rollout.config import EngineConfig
-from rollout.fleet.connection import EngineConnection, EngineStarter, processes
+from rollout.fleet.connection import EngineConnection, EngineStarter, processes, run_engine
 from rollout.fleet.errors import EngineError
 from rollout.fleet.stream import RequestStream
 from rollout.messages import (
@@ -43,13 +43,6 @@ PROGRESS_TIMEOUT_S = 15.0
 _CLOSE_S = 3.0
 # What an engine that has just started serves.
 _FRESH = EngineState(epoch=0, version="default", paused=False)
-
-
-def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
-    """The real engine process; imported in the child only, since it imports torch."""
-    from rollout.engine.process import run_engine as run
-
-    run(config, to_engine, from_engine)
 
 
 class EngineClient:

@@ -29,6 +29,13 @@ OnMessage = Callable[[FromEngine], None]
 OnFailure = Callable[[str], None]
 
 
+def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
+    """The real engine process; imported in the child only, since it imports torch."""
+    from rollout.engine.process import run_engine as run
+
+    run(config, to_engine, from_engine)
+
+
 class EngineConnection(Protocol):
     """One life of an engine: messages to it and from it, until it ends.
 

@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from rollout.config import EngineConfig
-from rollout.fleet.client import EngineClient, run_engine
-from rollout.fleet.connection import EngineStarter, EngineTarget, processes
+from rollout.fleet.client import EngineClient
+from rollout.fleet.connection import EngineStarter, EngineTarget, processes, run_engine
 from rollout.fleet.errors import EngineError
 from rollout.fleet.joining import copy_weights, weights_to_give
 from rollout.fleet.router import Router

@@ -95,7 +95,7 @@ def fuse_norms(model: nn.Module) -> None:
         if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
             fused = _norm(module)
             if fused is not None and _same_norm(module, fused):
-                module.forward = fused  # type: ignore[method-assign, assignment]
+                module.forward = fused
 
 
 def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:

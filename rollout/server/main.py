@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from rollout.config import EngineConfig, ServerConfig
-from rollout.fleet.client import run_engine
-from rollout.fleet.connection import EngineTarget
+from rollout.fleet.connection import EngineTarget, run_engine
 from rollout.fleet.errors import EngineError
 from rollout.fleet.fleet import Fleet
 from rollout.folders import OwnedFolder

@@ -17,7 +17,7 @@ from tests.support import tiny_models
 from trainer_bridge import RolloutClient, WeightPushError
 from trainer_bridge.client import Choice, Span
 from trainer_bridge.loop import checkpoint, dashboard
-from trainer_bridge.push.control import RefusedError
+from trainer_bridge.push.control import DisplacedError, RefusedError
 from trainer_bridge.push.publisher import Publisher
 
 FLAGS = ["--tokens-only", "--dtype", "float32", "--device", "cpu", "--num-threads", "1"]
@@ -40,20 +40,31 @@ def test_lags_count_this_publishers_own_versions(client: RolloutClient) -> None:
         assert publisher.lags(answer).tolist() == [math.inf, math.inf, 3, 1, 1]
 
 
-def test_a_server_with_other_weights_is_given_the_published_ones(client: RolloutClient) -> None:
-    ours, theirs = tiny_models.model("llama", 1), tiny_models.model("llama", 2)
-    with Publisher(client, ours) as publisher:
+def test_a_server_with_other_weights_is_given_the_published_ones(client: RolloutClient, tmp_path: Path) -> None:
+    others = tiny_models.build("llama", tmp_path / "others", 2)
+    with Publisher(client, tiny_models.model("llama", 1)) as publisher:
         publisher.publish(3)
         checksums = client.post("/weight_checker", {"action": "checksum"})
         assert not publisher.restore()
-        with Publisher(client, theirs) as other:
-            other.publish(8)
+        client.post("/update_weights", {"weight_dir": str(others)})
         assert client.post("/weight_checker", {"action": "checksum"}) != checksums
         assert publisher.restore()
         assert publisher.lost == 1
         assert client.post("/weight_checker", {"action": "checksum"}) == checksums
         assert client.weight_info()["weight_version"] == "step-3"
         assert not publisher.restore()
+
+
+def test_a_publisher_that_another_trainer_has_displaced_takes_nothing_back(client: RolloutClient) -> None:
+    with (
+        Publisher(client, tiny_models.model("llama", 1)) as first,
+        Publisher(client, tiny_models.model("llama", 2)) as second,
+    ):
+        first.publish(3)
+        second.publish(8)
+        with pytest.raises(DisplacedError):
+            first.restore()
+        assert client.weight_info()["weight_version"] == "step-8"
 
 
 def test_a_refused_push_is_not_tried_again_and_an_absent_server_not_for_ever(client: RolloutClient) -> None:

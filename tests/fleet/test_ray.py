@@ -17,7 +17,7 @@ from ray import serve as ray_serve
 
 import rollout.server.ray
 from rollout.config import EngineConfig, ServerConfig
-from rollout.fleet.client import run_engine
+from rollout.fleet.connection import run_engine
 from rollout.fleet.errors import EngineError
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.ray.connection import RayEngines

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.engine.engine import Engine
-from rollout.fleet.client import run_engine
+from rollout.fleet.connection import run_engine
 from rollout.messages import AddRequest
 from rollout.model.routed_experts import find_routers
 from rollout.outputs import RoutingShape, TokenOutput

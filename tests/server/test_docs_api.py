@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from rollout.config import EngineConfig, ServerConfig
-from rollout.fleet.client import run_engine
+from rollout.fleet.connection import run_engine
 from rollout.fleet.fleet import Fleet
 from rollout.server.app import create_app
 from tests.support.server_harness import running_server

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from rollout.config import ServerConfig
-from rollout.fleet.client import run_engine
+from rollout.fleet.connection import run_engine
 from tests.support import fake_engine, tiny_models, tiny_tokenizers
 from tests.support.server_harness import RunningServer, running_server
 from tests.support.wait import eventually

@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rollout.config import ServerConfig
-from rollout.fleet.client import run_engine
+from rollout.fleet.connection import run_engine
 from rollout.messages import AbortRequests, EngineReady
 from rollout.outputs import TokenOutput, mask_ids
 from rollout.sampling.params import SamplingParams

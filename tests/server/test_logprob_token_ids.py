@@ -10,7 +10,7 @@ import httpx
 import pytest
 import torch
 
-from rollout.fleet.client import run_engine
+from rollout.fleet.connection import run_engine
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.sampling.rows import RequestFilters, SamplingRow
 from rollout.sampling.sampler import NO_LOGPROB, Sampler

@@ -23,7 +23,7 @@ from schemathesis.specs.openapi.checks import (
 from transformers import AutoModelForCausalLM
 
 from rollout.config import EngineConfig, ServerConfig
-from rollout.fleet.client import run_engine
+from rollout.fleet.connection import run_engine
 from rollout.fleet.fleet import Fleet
 from rollout.server.app import create_app
 from tests.support import text_server, tiny_models

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout.config import ServerConfig
-from rollout.fleet.client import run_engine
+from rollout.fleet.connection import run_engine
 from tests.support.server_harness import RunningServer, running_server
 
 pytestmark = pytest.mark.smollm2

@@ -35,7 +35,7 @@ class Publisher:
         self._timeout_s, self._outage_s = timeout_s, outage_s
         self._sender: WeightSender | None = None
         self._steps: dict[str, int] = {}
-        self._step = 0
+        self._step, self._epoch = 0, 0
         self.lost = 0
         """How many times the server had lost the weights."""
 
@@ -63,7 +63,7 @@ class Publisher:
                         self._client, self._model, timeout_s=self._timeout_s, force=True
                     )
                 pushed = self._sender.push(version=f"step-{step}")
-                self._step, self._steps[pushed.version] = step, step
+                self._step, self._epoch, self._steps[pushed.version] = step, pushed.epoch, step
                 return pushed
             except WeightPushError as error:
                 refused = isinstance(error, RefusedError) and error.status < 500 and error.status != 409
@@ -78,7 +78,8 @@ class Publisher:
             info = self._client.weight_info()
         except RolloutError:
             return False  # it is away: there is nothing to do but wait
-        if info["weight_version"] == f"step-{self._step}" and info.get("weights", "valid") == "valid":
+        served = (info["weight_version"], info["epoch"], info.get("weights", "valid"))
+        if served == (f"step-{self._step}", self._epoch, "valid"):
             return False
         self.lost += 1
         self.publish(self._step)

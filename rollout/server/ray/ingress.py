@@ -13,8 +13,8 @@ from ray import serve
 from starlette.types import Receive, Scope, Send
 
 from rollout.config import EngineConfig, ServerConfig
-from rollout.fleet.client import RESTART_WINDOW_S, run_engine
-from rollout.fleet.connection import EngineTarget
+from rollout.fleet.client import RESTART_WINDOW_S
+from rollout.fleet.connection import EngineTarget, run_engine
 from rollout.fleet.errors import EngineError
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.ray.connection import RayEngines

@@ -22,8 +22,7 @@ from ray._private.utils import read_ray_address
 from ray.exceptions import RayError
 
 from rollout.config import EngineConfig, ServerConfig
-from rollout.fleet.client import run_engine
-from rollout.fleet.connection import EngineTarget
+from rollout.fleet.connection import EngineTarget, run_engine
 from rollout.fleet.errors import EngineError
 from rollout.server.main import announce, listen
 from rollout.server.ray.ingress import LOGGING, build
