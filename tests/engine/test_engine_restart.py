@@ -162,7 +162,9 @@ def test_with_a_snapshot_it_goes_on_from_the_last_commit(tmp_path: Path) -> None
     with server(tmp_path, "--keep-weight-snapshot", str(folder), "--engine-restarts", "2") as running:
         for seed, version in ((1, "one"), (2, "two")):
             assert running.push(seed, version) == seed
-            eventually(lambda: [f.name for f in folder.glob("rollout-*/*")] == [f"epoch-00000000{running.epoch}"], 30)
+            eventually(
+                lambda: [f.name for f in folder.glob("rollout-*/epoch-*")] == [f"epoch-00000000{running.epoch}"], 30
+            )
         before = running.client.post("/weight_checker", {"action": "checksum"})
         running.client.post("/update_weight_version", {"new_version": "renamed"})
         running.client.pause("keep")
