@@ -17,6 +17,7 @@ WeightStaging = Literal["full", "in_place"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 DataParallelBackend = Literal["mp", "ray"]
+MAX_QUEUED = 8192  # choices: each takes memory in both processes, and time of every step
 AttentionBackendName = Literal["auto", "native", "torch", "triton"]
 
 
@@ -129,9 +130,8 @@ class ServerConfig:
         "Require this key, but for /health and /ping; may be repeated. Default: ROLLOUT_API_KEY and VLLM_API_KEY.",
         secret=True,
     )
-    max_queued_requests: int | None = flag(
-        None,
-        "Queue at most this many choices beyond --max-num-seqs; a request for more gets a 503. Default: any number.",
+    max_queued_requests: int = flag(
+        MAX_QUEUED, "Queue at most this many choices beyond --max-num-seqs; a request for more gets a 503."
     )
     max_body_bytes: int = flag(64 << 20, "Answer a request whose body has more bytes with a 413.")
     receive_timeout_s: float = flag(30.0, "Drop a request whose next bytes take more seconds than this to come.")
@@ -156,8 +156,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not all(self.api_key):
             raise ValueError("api_key must not be empty: it would guard nothing")
-        if self.max_queued_requests is not None and self.max_queued_requests < 0:
-            raise ValueError(f"max_queued_requests must be at least 0 or unset, got {self.max_queued_requests}")
+        if self.max_queued_requests < 0:
+            raise ValueError(f"max_queued_requests must be at least 0, got {self.max_queued_requests}")
         if self.data_parallel_size < 1:
             raise ValueError(f"data_parallel_size must be at least 1, got {self.data_parallel_size}")
         if self.max_body_bytes < 1:

@@ -22,7 +22,8 @@ class Prompt:
 class RolloutGroup:
     """One prompt, the parameters it was sampled with (the request's own `seed` among them), answers and rewards.
 
-    `logprobs_mode` is what the server says its logprobs are (`/weight_info`), None where it doesn't.
+    `logprobs_mode` is what the server says its logprobs are (`/weight_info`), None where it doesn't. Raises ValueError
+    for a choice that ended with an error: the server had no token to sample, so nothing of it is to be trained on.
     """
 
     prompt: Prompt
@@ -30,6 +31,11 @@ class RolloutGroup:
     choices: list[Choice]
     rewards: list[float]
     logprobs_mode: str | None = None
+
+    def __post_init__(self) -> None:
+        for choice in self.choices:
+            if choice.finish_reason == "error":
+                raise ValueError(f"choice {choice.index} ended with an error: {choice.stop_reason}. Drop its group.")
 
     @property
     def lengths(self) -> list[int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from rollout.config import EngineConfig
+from rollout.config import MAX_QUEUED, EngineConfig
 from rollout.fleet.client import EngineClient
 from rollout.fleet.connection import EngineStarter, EngineTarget, processes, run_engine
 from rollout.fleet.errors import EngineError
@@ -75,7 +75,7 @@ class Fleet:
         self._leaving: int | None = None
         self._gone = EngineState(epoch=0, version="default", paused=False)  # the newest of what those served that left
         self._scaling = asyncio.Lock()
-        self.max_queued: int | None = None
+        self.max_queued = MAX_QUEUED
         self.ranks = [self._client(rank) for rank in range(size)]
 
     def _client(self, rank: int) -> EngineClient:
@@ -161,9 +161,15 @@ class Fleet:
         return sum(client.in_flight for client in self.ranks)
 
     def check_room(self, n: int) -> None:
-        """Raise a 503 where `n` choices more would be too much; to be asked right before they are submitted."""
-        if self.max_queued is None:
-            return
+        """Raise a 503 where `n` choices more would be too much, and a 400 where they always would; to be asked right
+        before they are submitted."""
+        most = self.info.max_num_seqs * len(self.ranks) + self.max_queued
+        if n > most:
+            message = (
+                f"A request for {n} choices can never be taken: at most {most} run or wait at once (max_num_seqs of "
+                "all engines + --max-queued-requests). Send fewer prompts, or a smaller n."
+            )
+            raise EngineError(message, status=400, param="n")
         most = self.info.max_num_seqs * len(self._sources()) + self.max_queued
         if (now := self.in_flight) + n > most:
             raise EngineError(

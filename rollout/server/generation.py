@@ -142,10 +142,9 @@ class Generation(Answer):
         self._server, self._request, self._rank = server, request, rank
         self._wants_text, self.first_index = wants_text, first_index
         self._stream: RequestStream | None = None
-        self._begin()
 
-    def _begin(self) -> None:
-        self._restarts = 0 if self._stream is None else self._stream.restarts
+    def _begin(self, restarts: int) -> None:
+        self._restarts = restarts
         self.prompt_logprobs = None
         self.completion_tokens = 0
         params, vocabulary = self._request.sampling_params, self.vocabulary
@@ -163,6 +162,7 @@ class Generation(Answer):
 
     def __enter__(self) -> Self:
         self._stream = self._server.engine.submit(self._request, self._rank)
+        self._begin(self._stream.restarts)
         return self
 
     def __exit__(
@@ -195,7 +195,7 @@ class Generation(Answer):
         touched: dict[int, _Choice] = {}
         outputs = await anext(self._stream)
         if self._stream.restarts != self._restarts:
-            self._begin()
+            self._begin(self._stream.restarts)
         for output in outputs:
             if output.prompt_logprobs is not None:
                 self.prompt_logprobs = output.prompt_logprobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -10,6 +11,8 @@ from rollout.config import KVPolicy, WeightStaging
 from rollout.weights.errors import WeightUpdateError
 
 T = TypeVar("T")
+# How msgspec says which field is missing, and where in the body it found a fault.
+_MISSING, _PATH = re.compile("Object missing required field `([^`]*)`"), re.compile(r"`\$\.([^`]*)`$")
 Bytes = Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 Label = Annotated[str, msgspec.Meta(max_length=1024)]
 Token = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
@@ -143,4 +146,6 @@ def parse(params: dict[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(params, kind)
     except msgspec.ValidationError as error:
-        raise WeightUpdateError(400, str(error).replace("`$.", "`").replace("`$`", "the body")) from error
+        missing, path = _MISSING.match(str(error)), _PATH.search(str(error))
+        param = ".".join(found[1] for found in (path, missing) if found) or None
+        raise WeightUpdateError(400, str(error).replace("`$.", "`").replace("`$`", "the body"), param) from error

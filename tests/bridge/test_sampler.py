@@ -95,6 +95,7 @@ def piece(index: int, token: int, what: str | None) -> dict[str, Any]:
         "sampling_mask": [[10 * index + token, 3]] if what else None,
         "weight_versions": [{"version": "v", "start": 0, "end": 2, "epoch": 4}] if what else None,
         "finish_reason": {"answer": "stop"}.get(what, what) if what else None,
+        "stop_reason": "no token is left" if what == "error" else None,
     }
     return {"request_id": "r", "choices": [choice]}
 
@@ -307,3 +308,15 @@ def test_rows_of_a_data_set_become_prompts() -> None:
     text, chat = prompts_of_rows(rows, tokenizer, column="question", mood="glad")
     assert (bytes(text.token_ids), text.task) == (b"hi", rows[0])
     assert (bytes(chat.token_ids), chat.task["answer"]) == (b"user:ho;glad>", 5)
+
+
+def test_answers_that_ended_with_an_error_were_trained_on() -> None:
+    with (
+        scripted("error") as (_, url),
+        sampler(url) as running,
+        pytest.raises(RolloutError, match="choice 0 of a group ended with an error: no token is left"),
+    ):
+        running.take_groups(1, timeout_s=20)
+    broken = Choice(2, [1], [-0.5], None, [Span("v", 0, 1)], "error", "the logits hold NaN")
+    with pytest.raises(ValueError, match="choice 2 ended with an error: the logits hold NaN"):
+        RolloutGroup(Prompt([0]), {}, [broken], [1.0])

@@ -240,6 +240,15 @@ def test_another_model_is_a_404(client: httpx.Client) -> None:
     assert refusal(client.post(PATH, json={"prompt": "a", "model": "gpt"}))[:2] == (404, "model")
 
 
+def test_sixteen_thousand_choices_were_submitted_at_once(server: RunningServer, client: httpx.Client) -> None:
+    before = len(server.stats()["added"])
+    body = {"prompt": [[fake_engine.NEVER, 97]] * 2048, "n": fake_engine.MAX_NUM_SEQS}
+    status, param, message = refusal(client.post(PATH, json=body, timeout=30))
+    assert (status, param) == (400, "n")
+    assert f"16384 choices can never be taken: at most {8192 + fake_engine.MAX_NUM_SEQS}" in message
+    assert len(server.stats()["added"]) == before
+
+
 def test_a_client_that_leaves_frees_the_blocks_of_every_prompt(server: RunningServer, client: httpx.Client) -> None:
     before = len(server.stats()["aborted"])
     prompts = [[fake_engine.SLOW, number] for number in (1, 2, 3)]

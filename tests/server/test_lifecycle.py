@@ -180,6 +180,19 @@ def test_weight_calls_reach_the_engine_with_their_body(server: RunningServer, cl
 
 
 @pytest.mark.parametrize(
+    ("field", "value"),
+    [("new_data_parallel_size", "9" * 30), ("new_data_parallel_size", "1025"), ("drain_timeout", "1e999")],
+)
+def test_any_number_of_engines_was_started(client: httpx.Client, field: str, value: str) -> None:
+    content = f'{{"new_data_parallel_size": 1, "{field}": {value}}}'
+    answer = client.post("/scale_elastic_ep", content=content, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == f"body.{field}"
+    assert ("inf" if field == "drain_timeout" else value) in error["message"]
+
+
+@pytest.mark.parametrize(
     ("content", "content_type"),
     [
         ("[1]", "application/json"),

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from safetensors.torch import save_file
 
 from rollout.model.parameters import ModelParameters
+from rollout.weights.bodies import InitBody, parse
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.store import WeightStore
 from rollout.weights.updater import WeightUpdater
@@ -353,3 +354,18 @@ def test_an_unreadable_folder_is_a_400(server, tmp_path, content):
     with pytest.raises(WeightUpdateError, match=str(tmp_path)) as caught:
         server.call("update_weights", weight_dir=str(tmp_path))
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "init_info"),
+        ({"init_info": 3}, "init_info"),
+        ({"init_info": {"world_size": 1}}, "init_info.world_size"),
+        ({"init_info": {"backend": "mpi"}}, "init_info.backend"),
+    ],
+)
+def test_the_refusal_of_an_init_named_no_field(body, field):
+    with pytest.raises(WeightUpdateError, match=f"`{field}`") as refused:
+        parse(body, InitBody)
+    assert (refused.value.status, refused.value.param) == (400, field)

@@ -43,7 +43,7 @@ class GroupGenerator:
     raises ends the generator. `on_retry` is called there before a request is sent again, `on_end` as the last of all.
     A request carries a seed of its own and asks for logprobs. It is sent again, with the same seed, where its answer
     was aborted, and for `outage_s` where the server is away, busy or without weights (no answer, 429, or a 5xx).
-    `error` is what ended the generator, None otherwise.
+    A choice that ends with an error ends the generator. `error` is what ended it, None otherwise.
     """
 
     def __init__(
@@ -147,6 +147,11 @@ class GroupGenerator:
                 await asyncio.sleep(pause)
                 continue
             choices = [answer.choice() for answer in answers]
+            for choice in choices:
+                if choice.finish_reason == "error":  # the same request would end so again
+                    raise RolloutError(
+                        0, "", f"choice {choice.index} of a group ended with an error: {choice.stop_reason}"
+                    )
             if all(choice.finish_reason != "abort" for choice in choices):
                 return choices
             self.stats.dropped_groups += 1

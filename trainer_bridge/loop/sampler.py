@@ -37,9 +37,10 @@ class RolloutSampler:
 
     Finished groups wait for `take_groups`, at most `capacity` of them: when there are more, the oldest goes, so what
     the trainer gets is fresh. A group with an aborted answer is sampled again. Where the server is away or without
-    weights (no answer, 429 or a 5xx), requests are tried again for `outage_s`. Any other error, an outage beyond that,
-    a reward that raises or isn't a finite number, and a server whose logprobs aren't those of the sampled distribution
-    (`replay.check_logprobs_mode`) end the sampler, and `take_groups` raises what did.
+    weights (no answer, 429 or a 5xx), requests are tried again for `outage_s`. Any other error (an answer that ends
+    with one included), an outage beyond that, a reward that raises or isn't a finite number, and a server whose
+    logprobs aren't those of the sampled distribution (`replay.check_logprobs_mode`) end the sampler, and `take_groups`
+    raises what did.
 
     Raises ValueError for a name that no sampling parameter has.
     """

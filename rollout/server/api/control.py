@@ -17,6 +17,10 @@ router = APIRouter(dependencies=[Depends(require_json)])
 # For calls that the engine answers between two steps; a step may be a long one.
 CONTROL_TIMEOUT_S = 60.0
 
+# More than one address can serve, and longer than any rollout takes: whoever asks for more has mistyped.
+MAX_ENGINES = 1024
+MAX_DRAIN_S = 86_400.0
+
 
 @router.get("/health")
 async def health(server: ServerDep) -> Response:
@@ -126,8 +130,8 @@ async def is_paused(server: ServerDep) -> dict[str, Any]:
 @router.post("/scale_elastic_ep")
 async def scale_elastic_ep(
     server: ServerDep,
-    new_data_parallel_size: Annotated[int, Body(embed=True, ge=1)],
-    drain_timeout: Annotated[float, Body(embed=True, ge=0)] = 120.0,
+    new_data_parallel_size: Annotated[int, Body(embed=True, ge=1, le=MAX_ENGINES)],
+    drain_timeout: Annotated[float, Body(embed=True, ge=0, le=MAX_DRAIN_S)] = 120.0,
 ) -> dict[str, str]:
     """Serve with so many engines, under vLLM's name for it; answers once it is so.
 
