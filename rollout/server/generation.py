@@ -89,6 +89,8 @@ class _Choice:
             self._stamps.append((output.version, output.epoch, output.kv))
         delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
         if self._reader is not None:
+            if self._wants_text and output.token_id is not None:
+                delta.text_offsets.append(self._reader.length)
             text = self._reader.read(output.token_id, output.finish_reason)
             if self._wants_text:
                 self._text.append(text)

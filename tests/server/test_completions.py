@@ -96,7 +96,7 @@ def test_logprobs_name_the_sampled_token_and_the_top_k(client: httpx.Client) -> 
     assert logprobs["top_logprobs"][0] == {"c": -0.5, "\x00": -1.0, "\x01": -1.5}
     by_id = complete(client, "b", logprobs=0, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]
     assert by_id["tokens"] == ["token_id:99", "token_id:100", "token_id:101"]
-    assert by_id["text_offset"] == [0, 11, 23]
+    assert by_id["text_offset"] == [0, 1, 2]  # into the text, whatever tokens are called
     assert by_id["top_logprobs"][2] == {"token_id:101": -0.5}
 
 
@@ -111,6 +111,16 @@ def test_echo_puts_the_prompt_in_front_and_its_logprobs_too(client: httpx.Client
     assert logprobs["token_logprobs"] == [None, -1.0, -0.5, -0.5, -0.5]
     assert logprobs["top_logprobs"][:2] == [None, {"a": -1.0, "\x03": -0.5}]
     assert joined(stream(client, prompt, echo=True, logprobs=1, return_token_ids=True))[0].items() <= choice.items()
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_text_offsets_of_an_echo_drifted_at_characters_of_several_tokens(client: httpx.Client, as_ids: bool) -> None:
+    body: dict[str, Any] = {"echo": True, "logprobs": 0, "return_tokens_as_token_ids": as_ids}
+    for prompt in ("xé", [*"xé".encode()]):
+        (choice,) = complete(client, prompt, **body)["choices"]
+        assert choice["text"] == "xé\ufffd\ufffd\ufffd"  # what follows 0xA9 is no beginning of a character
+        assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 3, 4]
+        assert joined(stream(client, prompt, **body))[0]["logprobs"] == choice["logprobs"]
 
 
 def test_only_the_prompt_may_be_asked_back_for_its_likelihood(client: httpx.Client) -> None:

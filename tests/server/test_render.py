@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any, cast
 
@@ -225,6 +226,44 @@ def test_any_chunking_derenders_to_the_text_of_the_whole(
     assert text == expected.choices[0].text
     if not stop and vocabulary is VOCABULARIES[0]:
         assert text == vocabulary.tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+UNITS = [[97], [*"é".encode()], [*"😀".encode()], [256, 257, 258], [259], [260]]
+CUT = [b"\xe4\xbd", b"\xa0\xf0", b"\x9f\x98\x80a", b"the", " 好".encode()]
+
+
+@given(st.data(), st.lists(st.sampled_from(UNITS), min_size=1), st.booleans())
+def test_text_offsets_drifted_at_characters_of_several_tokens(
+    data: st.DataObject, units: list[list[int]], as_ids: bool
+) -> None:
+    """An offset is that of the character in which the token's first byte falls, in the text as a whole."""
+    ids = [token for unit in units for token in unit]
+    spelt = [bytes([i]) if i < 256 else CUT[i - 256] for i in ids]
+    text = b"".join(spelt).decode()
+    expected = [len(b"".join(spelt[:i]).decode("utf-8", "ignore")) for i in range(len(ids))]
+    request = CompletionRequest(prompt="x", return_tokens_as_token_ids=as_ids)
+    reader = derenderer(VOCABULARIES[0])
+
+    def generated(piece: list[int], finish_reason: str | None) -> dict[str, Any]:
+        logprobs = {"content": [{"token_id": i, "logprob": -1.0} for i in piece]}
+        choice = {"token_ids": piece, "finish_reason": finish_reason, "logprobs": logprobs}
+        return {"request_id": "r", "choices": [choice]}
+
+    call = {"generate_responses": [generated(ids, "length")], "completion_request": request}
+    (choice,) = reader.completion(DerenderCompletionRequest.model_validate(call)).choices
+    assert choice.logprobs is not None
+    assert (choice.text, choice.logprobs.text_offset) == (text, expected)
+    for offset, spelling in zip(expected, spelt, strict=True):
+        with contextlib.suppress(UnicodeDecodeError):
+            assert text[offset:].startswith(spelling.decode())
+    state, offsets = None, list[int]()
+    for piece in chunks_of(data, ids):
+        chunk = {"generate_chunk": generated(piece, None), "completion_request": request, "stream_state": state}
+        made, after = reader.completion_chunk(DerenderCompletionStreamRequest.model_validate({"stream": True, **chunk}))
+        assert made.choices[0].logprobs is not None
+        offsets += made.choices[0].logprobs.text_offset
+        state = after.model_dump()
+    assert offsets == expected
 
 
 def test_chat_chunks_carry_the_role_once() -> None:

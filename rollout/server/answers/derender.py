@@ -76,8 +76,8 @@ class Derenderer:
         writer = ChatWriter(request, self.config, [answer])
         chunk, state = writer.envelope([]), _state(body.stream_state, answer)
         if (choice := _only_choice(generated)) is not None:
-            text, after = self._next_text(request, choice, state)
-            made = writer.chunk_choice(answer, _delta(choice, text))
+            delta, after = self._next_delta(request, choice, state)
+            made = writer.chunk_choice(answer, delta)
             made.stop_reason = choice.stop_reason
             if not state.role_sent:
                 made.delta.role = "assistant"
@@ -94,12 +94,10 @@ class Derenderer:
         writer = CompletionWriter(request, self.config, [answer])
         chunk, state = writer.envelope([]), _state(body.stream_state, answer)
         if (choice := _only_choice(generated)) is not None:
-            text, after = self._next_text(request, choice, state)
             if body.stream_state is not None:
-                writer.offsets[choice.index] = state.text_offset
-            chunk.choices.append(writer.chunk_choice(answer, _delta(choice, text)))
-            after.text_offset = writer.offsets[choice.index]
-            state = after
+                writer.echoed[choice.index] = len(writer.echo(answer))
+            delta, state = self._next_delta(request, choice, state)
+            chunk.choices.append(writer.chunk_choice(answer, delta))
         chunk.usage = _stated_usage(generated, body.prompt_tokens)
         return chunk, state
 
@@ -128,21 +126,22 @@ class Derenderer:
         found = []
         params = request.to_sampling_params()
         for number, choice in enumerate(response.choices):
-            text = self._read(TextReader(self.vocabulary, answer.prompt_token_ids, params), choice)
-            delta = _delta(choice, text)
+            delta = self._read(TextReader(self.vocabulary, answer.prompt_token_ids, params), choice)
             if first_index is not None:
                 delta.index = first_index + number
             found.append((answer, delta))
         return found
 
-    def _next_text(
+    def _next_delta(
         self, request: ChatCompletionRequest | CompletionRequest, choice: GeneratedChoice, state: DerenderStreamState
-    ) -> tuple[str, DerenderStreamState]:
-        """What the chunk adds to the text, and the state after it. A new reader goes on where the last one was."""
+    ) -> tuple[Delta, DerenderStreamState]:
+        """What the chunk adds, and the state after it. A new reader goes on where the last one was."""
         asked = request.to_sampling_params()
         params = replace(asked, min_tokens=max(0, asked.min_tokens - state.num_tokens))
-        reader = TextReader(self.vocabulary, state.context, params, read=state.token_ids, tail=state.tail)
-        text = self._read(reader, choice)
+        reader = TextReader(
+            self.vocabulary, state.context, params, read=state.token_ids, tail=state.tail, length=state.text_offset
+        )
+        delta = self._read(reader, choice)
         skipped = self.vocabulary.special_ids if params.skip_special_tokens else frozenset[int]()
         read = [*state.token_ids, *(token_id for token_id in choice.token_ids if token_id not in skipped)]
         after = DerenderStreamState(
@@ -150,36 +149,37 @@ class Derenderer:
             token_ids=read[-CARRIED_IDS:],
             tail=reader.tail,
             num_tokens=state.num_tokens + len(choice.token_ids),
-            text_offset=state.text_offset,
+            text_offset=reader.length,
         )
-        return text, after
+        return delta, after
 
-    def _read(self, reader: TextReader, choice: GeneratedChoice) -> str:
-        """The text that a choice's ids add; an EOS or stop token that ended it is read as the engine's end."""
+    def _read(self, reader: TextReader, choice: GeneratedChoice) -> Delta:
+        """What a choice's ids add; an EOS or stop token that ended it is read as the engine's end."""
         ids = choice.token_ids
         by_token = isinstance(choice.stop_reason, int) or (bool(ids) and ids[-1] in self.eos_token_ids)
         end = FinishReason.STOP if by_token and choice.finish_reason == FinishReason.STOP else None
-        text = []
+        text, offsets = "", []
         for number, token_id in enumerate(ids, start=1):
-            text.append(reader.read(token_id, end if number == len(ids) else None))
-            if reader.stop is not None:
-                return "".join(text)
-        if choice.finish_reason is not None and end is None:
-            text.append(reader.read(None, choice.finish_reason))
-        return "".join(text)
+            offsets.append(reader.length)
+            if reader.stop is None:
+                text += reader.read(token_id, end if number == len(ids) else None)
+        if choice.finish_reason is not None and end is None and reader.stop is None:
+            text += reader.read(None, choice.finish_reason)
+        return _delta(choice, text, offsets)
 
 
 def _state(given: DerenderStreamState | None, answer: Answer) -> DerenderStreamState:
     return given or DerenderStreamState(context=answer.prompt_token_ids[-CARRIED_IDS:])
 
 
-def _delta(choice: GeneratedChoice, text: str) -> Delta:
+def _delta(choice: GeneratedChoice, text: str, text_offsets: list[int]) -> Delta:
     """The choice as writers take it, with what generate said in this project's own fields."""
     said = choice.model_extra or {}
     return Delta(
         index=choice.index,
         token_ids=choice.token_ids,
         text=text,
+        text_offsets=text_offsets,
         logprobs=_entries(choice.logprobs),
         sampling_mask=said.get("sampling_mask"),
         routed_experts=said.get("routed_experts"),

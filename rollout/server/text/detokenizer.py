@@ -266,7 +266,9 @@ class TextReader:
 
     Stop strings are not matched before `min_tokens` tokens are there and one more. The text of the token that ended the
     choice in the engine (EOS, a stop token) belongs to it only with `include_stop_str_in_output`, as in vLLM.
-    With the last four ids that another has `read`, and its `tail`, a reader goes on where that one was left.
+    With the last four ids that another has `read`, its `tail` and its `length`, a reader goes on where that one was
+    left. `length` counts the characters of all that was read, also where a stop string may have begun: what the next
+    token adds begins there, or a character whose first bytes have come does.
     """
 
     def __init__(
@@ -277,7 +279,9 @@ class TextReader:
         *,
         read: Sequence[int] = (),
         tail: str = "",
+        length: int = 0,
     ) -> None:
+        self.length = length
         self._detokenizer = Detokenizer(
             vocabulary,
             prompt_token_ids,
@@ -308,7 +312,9 @@ class TextReader:
             armed = self._unarmed <= 0
             self._unarmed -= 1
             if self._include or finish_reason != FinishReason.STOP:
-                text = self._matcher.push(self._detokenizer.read(token_id), armed=armed)
+                added = self._detokenizer.read(token_id)
+                self.length += len(added)
+                text = self._matcher.push(added, armed=armed)
         if finish_reason is not None and self.stop is None:
             text += self._matcher.push(self._detokenizer.flush(), armed=self._unarmed < 0)
             if self.stop is None:

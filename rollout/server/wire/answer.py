@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
@@ -27,7 +27,8 @@ encode_json = msgspec.json.Encoder(enc_hook=array.tolist).encode
 class Delta:
     """What is new of one choice since its last Delta.
 
-    `text` is None where no text was asked for. One entry a token: `logprobs` (the sampled token first, then what else
+    `text` is None where no text was asked for. One entry a token: `text_offsets` (where the token begins in the
+    choice's text, in characters; empty without text), `logprobs` (the sampled token first, then what else
     the engine was asked for; None where no logprobs were), `sampling_mask` (ids of the support, None for an unfiltered
     step; None where all are). `routed_experts` is the base64 of an .npy file, None where there is nothing to tell.
     `weight_versions` cover the whole choice, and come once it has ended.
@@ -42,6 +43,7 @@ class Delta:
     weight_versions: list[WeightVersionSpan] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    text_offsets: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ What is always null belongs to what this server doesn't do.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from rollout.config import ServerConfig
 from rollout.outputs import FinishReason, TokenLogprob
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.errors import ErrorBody
+from rollout.server.text.detokenizer import Detokenizer
 from rollout.server.wire.answer import Answer, Delta, Usage
 from rollout.server.wire.body import Each, Prompt, Text, TextPrompt, TokenIds
 from rollout.server.wire.logprobs import PromptLogprobs, sendable, token_text
@@ -59,7 +61,10 @@ class CompletionRequest(OpenAIRequest):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """One entry a token in each list; `text_offset` is where the token starts in the text, in characters."""
+    """One entry a token in each list; `text_offset` is where the token starts in the choice's text, in characters.
+
+    A token that is only part of a character starts where the character does.
+    """
 
     text_offset: list[int] = []
     token_logprobs: list[float | None] = []
@@ -123,14 +128,14 @@ class CompletionChunk(msgspec.Struct, kw_only=True):
 
 
 class CompletionWriter(OpenAIWriter[CompletionRequest]):
-    """Answers of /v1/completions. `offsets` has, by choice, where the next token starts in its text."""
+    """Answers of /v1/completions. `echoed` has, by choice that has begun, how much of its text is the prompt."""
 
     whole_kinds = (CompletionResponse,)
     event_kinds = (CompletionChunk, ErrorBody)
 
     def __init__(self, body: CompletionRequest, config: ServerConfig, answers: Sequence[Answer]) -> None:
         super().__init__(body, config, answers)
-        self.offsets: dict[int, int] = {}
+        self.echoed: dict[int, int] = {}
 
     @property
     def reads_prompt(self) -> bool:
@@ -174,51 +179,61 @@ class CompletionWriter(OpenAIWriter[CompletionRequest]):
 
     def _choice(self, answer: Answer, delta: Delta) -> dict[str, Any]:
         """The fields of a choice, or of what is new of it: with `echo`, it begins with its prompt."""
-        first = delta.index not in self.offsets
-        self.offsets.setdefault(delta.index, 0)
+        first = delta.index not in self.echoed
         if self.body.only_echo:
             delta = _nothing_generated(delta)
-        echo = self._echo(answer) if first and self.body.echo else ""
+        echo = self.echo(answer) if first else ""
+        self.echoed.setdefault(delta.index, len(echo))
         return {
             "index": delta.index,
             "text": echo + (delta.text or ""),
-            "logprobs": self._logprobs(answer, delta, first=first),
+            "logprobs": self._logprobs(answer, delta, echo if first and self.body.echo else None),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
             "prompt_token_ids": self.prompt_ids(answer) if first else None,
             **self.said(delta),
         }
 
-    def _echo(self, answer: Answer) -> str:
-        """The prompt as it was given, or the text of its ids."""
+    def echo(self, answer: Answer) -> str:
+        """What a choice's text begins with, where asked for: the prompt as it was given, or the text of its ids."""
+        if not self.body.echo:
+            return ""
         given = self.body.prompts()[self.answers.index(answer)]
         if isinstance(given, TextPrompt):
             return given.text
         assert answer.vocabulary is not None
-        return answer.vocabulary.decode(answer.prompt_token_ids)
+        assert isinstance(given, list)
+        return answer.vocabulary.decode(given)
 
-    def _logprobs(self, answer: Answer, delta: Delta, *, first: bool) -> CompletionLogprobs | None:
-        """Those of the new tokens, with `echo` after those of the prompt, whose first token has none."""
+    def _logprobs(self, answer: Answer, delta: Delta, echo: str | None) -> CompletionLogprobs | None:
+        """Those of the new tokens, after an `echo` those of the prompt first, whose first token has none."""
         if delta.logprobs is None:
             return None
         ids, entries = delta.token_ids, list[list[TokenLogprob] | None](delta.logprobs)
-        if self.body.echo and first and answer.prompt_logprobs is not None:
+        offsets = [self.echoed[delta.index] + offset for offset in delta.text_offsets]
+        if echo is not None and answer.prompt_logprobs is not None:
             ids, entries = [*answer.prompt_token_ids, *ids], [*answer.prompt_logprobs, *entries]
-        found = CompletionLogprobs([], [], [], [])
-        offset = self.offsets[delta.index]
+            offsets = [*_prompt_offsets(answer, echo), *offsets]
+        found = CompletionLogprobs(offsets, [], [], [])
         for token_id, entry in zip(ids, entries, strict=True):
-            token = token_text(token_id, answer.vocabulary, as_ids=self.as_ids)[0]
-            found.text_offset.append(offset)
-            found.tokens.append(token)
-            offset += len(token)
+            found.tokens.append(token_text(token_id, answer.vocabulary, as_ids=self.as_ids)[0])
             top: dict[str, float] = {}
             for candidate in entry or []:  # the sampled one first: it wins where two read alike
                 name = token_text(candidate.token_id, answer.vocabulary, as_ids=self.as_ids)[0]
                 top.setdefault(name, sendable(candidate.logprob))
             found.token_logprobs.append(None if entry is None else sendable(entry[0].logprob))
             found.top_logprobs.append(None if entry is None else top)
-        self.offsets[delta.index] = offset
         return found
+
+
+def _prompt_offsets(answer: Answer, echo: str) -> list[int]:
+    """Where each token of the prompt starts in its echo, which may lack what the tokenizer has put before the text."""
+    assert answer.vocabulary is not None
+    detokenizer = Detokenizer(answer.vocabulary, (), skip_special_tokens=False)
+    pieces = [detokenizer.read(token_id) for token_id in answer.prompt_token_ids]
+    before = max(0, "".join(pieces).find(echo))
+    ends = accumulate((len(piece) for piece in pieces), initial=-before)
+    return [min(max(0, start), len(echo)) for start, _ in zip(ends, pieces, strict=False)]
 
 
 def _nothing_generated(delta: Delta) -> Delta:

@@ -108,7 +108,7 @@ class DerenderStreamState(BaseModel):
     token_ids: CarriedIds = []  # the last that were read
     tail: Text = ""  # text in which a stop string may have begun
     num_tokens: Annotated[int, Field(ge=0)] = 0
-    text_offset: Annotated[int, Field(ge=0)] = 0  # where the next token starts, in the lengths that logprobs count
+    text_offset: Annotated[int, Field(ge=0)] = 0  # where the next token starts in the text
     role_sent: bool = False
 
 
