@@ -94,11 +94,6 @@ class Server:
     max_model_len: int | None
     vocab_size: int
 
-    @property
-    def record(self) -> dict[str, str]:
-        """What a report says of it."""
-        return {"url": self.url, "model": self.model, "version": self.version}
-
 
 def inspect(url: str, api_key: str | None, vocab_size: int | None) -> Server:
     """Ask a server what it serves. `vocab_size` None: read it from the model's folder, if that is on this machine.

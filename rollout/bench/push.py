@@ -87,16 +87,12 @@ def summarize(
     """Median gap in [opened, began), longest gap that reaches into [began, …), and tokens/s of [opened, began) and
     [began, ended)."""
 
-    def gaps(arrivals: Arrivals) -> list[tuple[float, float]]:
-        times = [when for when, _ in arrivals]
-        return list(itertools.pairwise(times))
-
     def throughput(start: float, end: float) -> float:
         return sum(count for arrivals in choices for when, count in arrivals if start <= when < end) / (end - start)
 
-    every = [gap for arrivals in choices for gap in gaps(arrivals)]
-    median = statistics.median(b - a for a, b in every if opened <= a and b < began)
-    longest = max(b - a for a, b in every if b >= began)
+    gaps = [(a, b) for arrivals in choices for (a, _), (b, _) in itertools.pairwise(arrivals)]
+    median = statistics.median(b - a for a, b in gaps if opened <= a and b < began)
+    longest = max(b - a for a, b in gaps if b >= began)
     return median, longest, throughput(opened, began), throughput(began, ended)
 
 

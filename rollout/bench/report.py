@@ -79,7 +79,9 @@ def loads_json(comparisons: Sequence[Comparison], **settings: Any) -> dict[str, 
     for comparison in comparisons:
         servers = [
             {
-                **result.server.record,
+                "url": result.server.url,
+                "model": result.server.model,
+                "version": result.server.version,
                 "tokens_per_second": result.tokens_per_second,
                 "all_tokens_per_second": result.all_tokens_per_second,
                 "first_token_seconds": result.first_token,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,12 +52,7 @@ class StepRoof:
 def best_seconds(function: Callable[[], object], repeats: int = REPEATS) -> float:
     """The shortest of some runs, after one that warms up."""
     function()
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - began)
-    return min(times)
+    return min(timeit.repeat(function, number=1, repeat=repeats))
 
 
 @torch.inference_mode()

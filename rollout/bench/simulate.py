@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -58,9 +61,8 @@ def simulate(fleet: FleetModel, engines: int, *, steps: int, seed: int) -> Resul
         )
     loop, warmup = Loop(fleet, engines, seed), (fleet.max_lag + 3) * fleet.push_every
     loop.run(warmup)
-    before = loop.totals.copy()
+    t = loop.totals = Totals()
     loop.run(warmup + steps)
-    t = loop.totals.since(before)
     wall, wall_tokens_per_second = fleet.wall(engines)
     return Result(
         engines=engines,
@@ -81,14 +83,16 @@ def simulate(fleet: FleetModel, engines: int, *, steps: int, seed: int) -> Resul
     )
 
 
-def quantile(counts: dict[int, float], share: float) -> int:
+def quantile(counts: Mapping[int, float], share: float) -> int:
     """The smallest value that at least this share of the counts does not exceed."""
-    total, reached = sum(counts.values()), 0.0
-    for value in sorted(counts):
-        reached += counts[value]
-        if reached >= share * total:
-            return value
-    return max(counts)
+    values = sorted(counts)
+    reached = list(itertools.accumulate(counts[value] for value in values))
+    return values[bisect.bisect_left(reached, share * reached[-1])]
+
+
+def _wall(name: str, result: Result) -> str:
+    figure = result.walls[name]
+    return "–" if math.isinf(figure) else f"{figure:,.0f}"
 
 
 COLUMNS: dict[str, Callable[[Result], str]] = {
@@ -111,15 +115,9 @@ CAPTION = (
 )
 
 
-def cells(result: Result) -> list[str]:
-    """A row of the first table."""
-    return [cell(result) for cell in COLUMNS.values()]
-
-
-def wall_cells(result: Result) -> list[str]:
-    """A row of the second table: tokens/s at which each wall stands."""
-    figures = [result.walls[name] for name in WALLS]
-    return [str(result.engines), *("–" if math.isinf(figure) else f"{figure:,.0f}" for figure in figures)]
+WALL_COLUMNS: dict[str, Callable[[Result], str]] = {"engines": lambda r: str(r.engines)} | {
+    f"{name} wall": functools.partial(_wall, name) for name in WALLS
+}
 
 
 REMEDIES = {
@@ -151,10 +149,9 @@ def tables(results: Sequence[Result]) -> list[Table]:
     looks: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "padding": 0}
     first = Table(title="A simulated fleet in steady state", caption=CAPTION, caption_justify="left", **looks)
     second = Table(title="Walls: tokens/s that each part would allow by itself", **looks)
-    for table, columns in ((first, COLUMNS), (second, ("engines", *(f"{name} wall" for name in WALLS)))):
-        for column in columns:
-            table.add_column(column, justify="left" if column == "wall" else "right", no_wrap=True)
-    for result in results:
-        first.add_row(*cells(result))
-        second.add_row(*wall_cells(result))
+    for table, columns in ((first, COLUMNS), (second, WALL_COLUMNS)):
+        for name in columns:
+            table.add_column(name, justify="left" if name == "wall" else "right", no_wrap=True)
+        for result in results:
+            table.add_row(*(cell(result) for cell in columns.values()))
     return [first, second]

@@ -12,15 +12,15 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from rollout.bench.fleet_model import FleetModel, lognormal
 
 
 @dataclass
 class Totals:
-    """Sums since the start: tokens, seconds, and counts. `lags`: trained tokens by how many steps old they were."""
+    """Sums of tokens and seconds, and counts. `lags`: trained tokens by how many steps old they were."""
 
     seconds: float = 0.0
     generated: float = 0.0
@@ -32,16 +32,6 @@ class Totals:
     pushes: int = 0
     failures: int = 0
     lags: dict[int, float] = field(default_factory=dict)
-
-    def since(self, before: Totals) -> Totals:
-        """What was added."""
-        names = [f.name for f in fields(self) if f.name != "lags"]
-        sums = {name: getattr(self, name) - getattr(before, name) for name in names}
-        return Totals(**sums, lags={lag: tokens - before.lags.get(lag, 0.0) for lag, tokens in self.lags.items()})
-
-    def copy(self) -> Totals:
-        """As they are now."""
-        return replace(self, lags=dict(self.lags))
 
 
 @dataclass
@@ -58,7 +48,10 @@ class Group:
 
 
 class Loop:
-    """Engines, trainer and pushes. `advance` goes on to the next event; the other methods are the events."""
+    """Engines, trainer and pushes. `advance` goes on to the next event; the other methods are the events.
+
+    `totals` may be replaced by new ones at any time, to measure from then on.
+    """
 
     def __init__(self, fleet: FleetModel, engines: int, seed: int) -> None:
         if engines < 1:
@@ -184,12 +177,13 @@ class Loop:
             groups = [self._ready.popleft() for _ in range(self.fleet.prompts_per_step)]
             tokens = sum(group.tokens for group in groups)
             self.totals.trained += tokens
-            self._count_lags(groups)
+            for group in groups:
+                self._count_lags(group)
             self._training = True
             self._after(self.fleet.batch_seconds(tokens), self._trained)
 
-    def _count_lags(self, groups: Sequence[Group]) -> None:
-        for begin, end, version in itertools.chain.from_iterable(group.answers for group in groups):
+    def _count_lags(self, group: Group) -> None:
+        for begin, end, version in group.answers:
             while begin < end:
                 until = min(end, self.commits[version + 1]) if version < self.version else end
                 lag = self.steps - version * self.fleet.push_every

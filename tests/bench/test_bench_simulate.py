@@ -26,7 +26,7 @@ from rollout.bench.measure import Comparison, Round, Spread
 from rollout.bench.measure import Result as Measured
 from rollout.bench.push import Result as Push
 from rollout.bench.routing import fleet_cost, measure
-from rollout.bench.simulate import cells, simulate, wall_cells
+from rollout.bench.simulate import COLUMNS, WALL_COLUMNS, simulate
 from rollout.bench.simulation import Loop
 from rollout.cli.bench import bench
 
@@ -366,8 +366,8 @@ def test_the_command_shows_a_table_and_writes_json(tmp_path: Path) -> None:
     printed = invoke("simulate", "--engines", "16", "--steps", "2", "--train-us-per-token=0", "--train-seconds=0")
     result = simulate(FleetModel(**figures["fleet"]), 16, steps=2, seed=0)
     assert figures["results"][1]["generated"] == result.generated
-    for row in (cells(result), wall_cells(result)):
-        assert re.search(r"\s+".join(map(re.escape, row)), printed)
+    for columns in (COLUMNS, WALL_COLUMNS):
+        assert re.search(r"\s+".join(re.escape(cell(result)) for cell in columns.values()), printed)
 
 
 def test_flags_win_over_measurements_and_those_over_the_preset(tmp_path: Path) -> None:
