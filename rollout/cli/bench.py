@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -54,18 +53,24 @@ Command = Annotated[
     str | None,
     typer.Option(help="Start this command line in place of `rollout serve MODEL`; it says {port} where the port goes."),
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Write every figure to this file as JSON.")]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Where the figures go."""
+
+    json: Path | None = flag(None, "Write every figure to this file as JSON.")
 
 
 def command(function: Callable[..., tuple[list[Any], dict[str, Any]]]) -> None:
     """Add a command to `rollout bench`. The function gets its options, and returns tables and figures: the tables are
     printed, the figures written to --json. What a server or a value makes impossible is one line, and
     exit code 1."""
-    options = inspect.signature(function).parameters.values()
-    hints = get_type_hints(function, include_extras=True)
 
+    @bench.command()
+    @with_flags(Figures)
     @functools.wraps(function)
-    def run(*, json_file: Path | None, **values: Any) -> None:
+    def run(*, json: Path | None, **values: Any) -> None:
         from rich.console import Console
 
         from rollout.bench import report
@@ -77,13 +82,7 @@ def command(function: Callable[..., tuple[list[Any], dict[str, Any]]]) -> None:
             typer.echo(f"rollout bench: {error}", err=True)
             raise typer.Exit(1) from None
         Console().print(*tables, sep="\n")
-        report.save(json_file, figures)
-
-    own = [option.replace(annotation=hints.get(option.name, option.annotation)) for option in options]
-    own.append(inspect.Parameter("json_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Json))
-    run.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in own])  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in own}
-    bench.command()(run)
+        report.save(json, figures)
 
 
 @contextlib.contextmanager

@@ -9,18 +9,16 @@ from typing import Annotated
 
 import typer
 
-OutputOption = Annotated[
-    Path, typer.Option(help="Folder for reward.png, summary.json, rollouts.jsonl, the server's log and wandb.")
-]
-StepsOption = Annotated[int, typer.Option(min=4, help="Optimizer steps, each followed by a push of the weights.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the order of questions and of the server's sampling.")]
-ModelOption = Annotated[
-    Path | None, typer.Option(help="A transformers folder. Default: SmolLM2-135M-Instruct, fetched.")
-]
-
 
 def demo(
-    output: OutputOption = Path("demo-output"), steps: StepsOption = 16, seed: SeedOption = 0, model: ModelOption = None
+    output: Annotated[
+        Path, typer.Option(help="Folder for reward.png, summary.json, rollouts.jsonl, the server's log and wandb.")
+    ] = Path("demo-output"),
+    steps: Annotated[int, typer.Option(min=4, help="Optimizer steps, each followed by a push of the weights.")] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of questions and of the server's sampling.")] = 0,
+    model: Annotated[
+        Path | None, typer.Option(help="A transformers folder. Default: SmolLM2-135M-Instruct, fetched.")
+    ] = None,
 ) -> None:
     """Train a real language model by asynchronous GRPO against a live server, on the CPU, in minutes."""
     from rich.console import Console

@@ -14,25 +14,20 @@ if TYPE_CHECKING:
     from trainer_bridge.client import RolloutClient
     from trainer_bridge.loop.records import Record, ReplayedChoice
 
-FileArgument = Annotated[
-    Path, typer.Argument(help="Records as trainer_bridge.loop.records writes them.", metavar="FILE")
-]
-UrlOption = Annotated[str | None, typer.Option(help="A running server. Default: one is started for the time being.")]
-ModelOption = Annotated[str | None, typer.Option(help="MODEL of the server that is started. Default: the record's.")]
-VersionOption = Annotated[
-    str | None, typer.Option(help="Label of the recorded weights that are at hand. Default: those of epoch 0.")
-]
-LineOption = Annotated[int | None, typer.Option(min=1, help="Replay this record only, by its number in the file.")]
-KeyOption = Annotated[str | None, typer.Option(help="Bearer key of the running server.")]
-
 
 def replay(
-    file: FileArgument,
-    url: UrlOption = None,
-    model: ModelOption = None,
-    version: VersionOption = None,
-    line: LineOption = None,
-    api_key: KeyOption = None,
+    file: Annotated[Path, typer.Argument(help="Records as trainer_bridge.loop.records writes them.", metavar="FILE")],
+    url: Annotated[
+        str | None, typer.Option(help="A running server. Default: one is started for the time being.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="MODEL of the server that is started. Default: the record's.")
+    ] = None,
+    version: Annotated[
+        str | None, typer.Option(help="Label of the recorded weights that are at hand. Default: those of epoch 0.")
+    ] = None,
+    line: Annotated[int | None, typer.Option(min=1, help="Replay this record only, by its number in the file.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Bearer key of the running server.")] = None,
 ) -> None:
     """Sample recorded rollouts again: request, seed and weights give the same tokens and logprob bits.
 

@@ -29,27 +29,21 @@ FILTERS: tuple[dict[str, Any], ...] = (
 )
 RESTRICTED = ("top_p", "top_k", "min_p")
 
-UrlOption = Annotated[str, typer.Option(help="The server.")]
-ModelOption = Annotated[str, typer.Option(help="The trainer's weights: a transformers folder, or a hub id.")]
-RequestsOption = Annotated[int, typer.Option(min=1, help="Requests, all posted at once; every third asks for n = 4.")]
-TokensOption = Annotated[int, typer.Option(min=1, help="Tokens to sample for each choice.")]
-DtypeOption = Annotated[str | None, typer.Option(help="Of the trainer's module. Default: what the server states.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the prompts (random token ids) and of the sampling.")]
-KeyOption = Annotated[str | None, typer.Option(help="Bearer key of the server.")]
-
 
 class VerifyError(Exception):
     """What was asked can't be verified; the message says why and what to do."""
 
 
 def verify(
-    url: UrlOption,
-    model: ModelOption,
-    requests: RequestsOption = 16,
-    max_tokens: TokensOption = 64,
-    dtype: DtypeOption = None,
-    seed: SeedOption = 0,
-    api_key: KeyOption = None,
+    url: Annotated[str, typer.Option(help="The server.")],
+    model: Annotated[str, typer.Option(help="The trainer's weights: a transformers folder, or a hub id.")],
+    requests: Annotated[
+        int, typer.Option(min=1, help="Requests, all posted at once; every third asks for n = 4.")
+    ] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to sample for each choice.")] = 64,
+    dtype: Annotated[str | None, typer.Option(help="Of the trainer's module. Default: what the server states.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts (random token ids) and of the sampling.")] = 0,
+    api_key: Annotated[str | None, typer.Option(help="Bearer key of the server.")] = None,
 ) -> None:
     """Sample from a server, score the tokens again by a trainer's forward pass, and report the bits that differ.
 
