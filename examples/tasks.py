@@ -5,26 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from rollout.demo import task as ten_words
 from trainer_bridge.client import Choice
 from trainer_bridge.rollouts import Prompt
-
-
-class Task(Protocol):
-    """Prompts without end, and what an answer is worth."""
-
-    def prompts(self, rng: random.Random) -> Iterator[Prompt]:
-        """In the order that `rng` gives them."""
-
-    def reward(self, prompt: Prompt, choice: Choice) -> float:
-        """From 0 to 1."""
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """For people."""
 
 
 class TenWords:
@@ -64,6 +50,9 @@ class EvenTokens:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The ids."""
         return " ".join(map(str, token_ids))
+
+
+Task = TenWords | EvenTokens
 
 
 def task_of(model: Path) -> Task:

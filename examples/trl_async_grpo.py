@@ -14,6 +14,7 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -27,8 +28,14 @@ from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from rollout.demo import task
 from rollout.launch import serve
 from trainer_bridge.integrations.trl import RolloutWorker, WeightTransfer, log_gap
+from trainer_bridge.loop import dashboard
 
 GAP = "sampling/sampling_logp_difference/mean"
+PANELS = [
+    dashboard.Panel("reward", ("reward",), "mean of the step's answers"),
+    dashboard.Panel("rollout/trainer gap", (GAP,), "|log π_θ - log π_old|"),
+    dashboard.Panel("staleness", ("sample/staleness_mean",), "commits behind"),
+]
 
 
 class TenWords:
@@ -55,7 +62,7 @@ class Report(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """TRL logs once a step, and once more at the end, without a reward."""
         if logs and "reward" in logs:
-            self.steps.append(logs)
+            self.steps.append({dashboard.STEP: state.global_step, **logs})
             print(
                 f"step {state.global_step:3}  reward {logs['reward']:.3f}  gap {logs[GAP]:.5f}  "
                 f"staleness {logs['sample/staleness_mean']:.2f}  crossed by a push {logs['version/mixed_frac']:.0%}",
@@ -125,12 +132,11 @@ def train(options: argparse.Namespace, output: Path) -> None:
         trainer.train()
     (output / "log.json").write_text(json.dumps(report.steps, indent=2) + "\n")
     quarter = max(1, len(report.steps) // 4)
-    first, last = mean("reward", report.steps[:quarter]), mean("reward", report.steps[-quarter:])
-    print(
-        f"reward {first:.3f} (first quarter of the steps) -> {last:.3f} (last), mean gap {mean(GAP, report.steps):.5f}"
-    )
+    rewards = [step["reward"] for step in report.steps]
+    first, last, gap = fmean(rewards[:quarter]), fmean(rewards[-quarter:]), fmean(step[GAP] for step in report.steps)
+    print(f"reward {first:.3f} (first quarter of the steps) -> {last:.3f} (last), mean gap {gap:.5f}")
     if options.output:
-        plot(report.steps, output / "reward.png")
+        dashboard.plot(report.steps, output / "reward.png", PANELS)
 
 
 def prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> Any:
@@ -138,25 +144,6 @@ def prompt(tokenizer: PreTrainedTokenizerBase, question: str) -> Any:
     if tokenizer.chat_template is None:
         return question
     return [{"role": "system", "content": task.SYSTEM}, {"role": "user", "content": question}]
-
-
-def mean(key: str, steps: list[dict[str, Any]]) -> float:
-    """Over steps."""
-    return float(sum(step[key] for step in steps) / len(steps))
-
-
-def plot(steps: list[dict[str, Any]], path: Path) -> None:
-    """Reward, gap and staleness over steps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 3.6), layout="constrained")
-    for axes, key in zip(figure.subplots(1, 3), ("reward", GAP, "sample/staleness_mean"), strict=True):
-        axes.plot(range(1, len(steps) + 1), [step[key] for step in steps], marker="o", markersize=3)
-        axes.set(title=key, xlabel="step")
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
-    FigureCanvasAgg(figure).print_png(str(path))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.text import Text
@@ -54,18 +55,18 @@ def summary(steps: Sequence[Step], sampled: SamplerStats, seconds: float, too_ol
     rewards = [step["reward/mean"] for step in steps]
     quarter = max(1, len(steps) // 4)
     return {
-        "reward_first": _mean(rewards[:quarter]),
-        "reward_last": _mean(rewards[-quarter:]),
+        "reward_first": fmean(rewards[:quarter]),
+        "reward_last": fmean(rewards[-quarter:]),
         "requests_with_two_versions": sampled.requests_with_two_versions,
         "weight_pushes": len(steps),
         "tokens_per_second": sampled.tokens / seconds,
-        "push_seconds": _mean([step.push_seconds for step in steps]),
+        "push_seconds": fmean([step.push_seconds for step in steps]),
         "longest_token_gap_seconds": sampled.longest_token_gap_s,
-        "logprob_gap": _mean([step["gap/mean"] for step in steps]),
+        "logprob_gap": fmean([step["gap/mean"] for step in steps]),
         "current_logprob_gap": max(
             (step["gap/current_max"] for step in steps if "gap/current_max" in step.metrics), default=None
         ),
-        "staleness": _mean([step["staleness/mean"] for step in steps]),
+        "staleness": fmean([step["staleness/mean"] for step in steps]),
         "requests": sampled.requests,
         "dropped_groups": sampled.dropped_groups,
         "dropped_as_too_old": too_old,
@@ -73,10 +74,6 @@ def summary(steps: Sequence[Step], sampled: SamplerStats, seconds: float, too_ol
         "trained_tokens": sum(len(step.lags) for step in steps),
         "seconds": seconds,
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 def history(steps: Sequence[Step]) -> list[dict[str, float]]:

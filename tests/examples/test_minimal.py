@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "minimal.py"
 def test_it_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    spec = importlib.util.spec_from_file_location("minimal", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    minimal = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(minimal)
-    means = minimal.train(str(tiny_trl.build(tmp_path / "model")), steps=14, learning_rate=1e-2)
+    train = runpy.run_path(str(EXAMPLE))["train"]
+    means = train(str(tiny_trl.build(tmp_path / "model")), steps=14, learning_rate=1e-2)
     assert len(means) == 14
     assert sum(means[-4:]) > sum(means[:4]) + 4 * 0.1
