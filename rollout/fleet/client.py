@@ -23,7 +23,6 @@ from rollout.fleet.stream import RequestStream
 from rollout.messages import (
     AbortRequests,
     Call,
-    CallError,
     EngineDied,
     EngineReady,
     EngineState,
@@ -262,7 +261,10 @@ class EngineClient:
             case Reply(call_id, result, error):
                 future = self._calls.get(call_id)
                 if future is not None and not future.done():
-                    _resolve(future, result, error)
+                    if error is None:
+                        future.set_result(result)
+                    else:
+                        future.set_exception(EngineError(error.message, status=error.status, param=error.param))
             case EngineState():
                 self._reported = message
                 if self.error is None:  # else it is being prepared, and serves nothing yet
@@ -388,10 +390,3 @@ class EngineClient:
         restored = await self.send_call("restore", known, timeout_s=self._start_timeout_s)
         logger.warning("%s: %s", self.name, restored["restarted"])
         return None if restored["weights"] == "valid" else EngineError(restored["restarted"])
-
-
-def _resolve(future: asyncio.Future[dict[str, Any]], result: dict[str, Any], error: CallError | None) -> None:
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(EngineError(error.message, status=error.status, param=error.param))

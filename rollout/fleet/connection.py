@@ -61,21 +61,11 @@ class EngineConnection(Protocol):
         """End it, by force after the timeout, and free what it took."""
 
 
-class EngineStarter(Protocol):
-    """Starts an engine of this rank and configuration; returns at once. Needs a running event loop.
+EngineStarter = Callable[[int, EngineConfig, OnMessage, OnFailure], EngineConnection]
+"""Starts an engine of this rank and configuration; returns at once. Needs a running event loop.
 
-    `on_message` gets the engine's messages in order, `on_failure` the reason, once, when it is gone.
-    """
-
-    def __call__(
-        self,
-        rank: int,
-        config: EngineConfig,
-        on_message: OnMessage,
-        on_failure: OnFailure,
-    ) -> EngineConnection:
-        """Start it."""
-
+OnMessage gets the engine's messages in order, OnFailure the reason, once, when it is gone.
+"""
 
 # Between an engine's exit and the report of it: time to read what it sent last, its reason above all.
 _LAST_WORDS_S = 0.3
@@ -117,17 +107,17 @@ def _on_devices(target: EngineTarget, rank: int, config: EngineConfig, to_engine
 
 
 def _child(target: EngineTarget, config: EngineConfig, to_engine: str, from_engine: str) -> None:
+    """Run `target`; end when the spawning process is gone, however early, and however busy the other threads are."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends its engine itself
-    threading.Thread(target=_exit_with_parent, name="parent watch", daemon=True).start()
+
+    def exit_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, name="parent watch", daemon=True).start()
     target(config, to_engine, from_engine)
-
-
-def _exit_with_parent() -> None:
-    """End this process when the one that spawned it is gone, however early, and however busy the other threads are."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 class ProcessConnection:
@@ -139,18 +129,13 @@ class ProcessConnection:
     address = "127.0.0.1"
 
     def __init__(
-        self,
-        name: str,
-        target: EngineTarget,
-        config: EngineConfig,
-        on_message: OnMessage,
-        on_failure: OnFailure,
+        self, name: str, target: EngineTarget, config: EngineConfig, on_message: OnMessage, on_failure: OnFailure
     ) -> None:
         self._on_message, self._on_failure = on_message, on_failure
         self._loop = asyncio.get_running_loop()
         self.last_message_at = self._loop.time()
         self.ended = False
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encode = msgspec.msgpack.Encoder().encode
         self._unsent: deque[bytes] = deque()
         self._folder = OwnedFolder("rollout-")  # no one else may speak to the engine
         addresses = [f"ipc://{self._folder.path}/{name}" for name in ("to_engine", "from_engine")]
@@ -175,7 +160,7 @@ class ProcessConnection:
 
     def send(self, message: ToEngine) -> None:
         """Send, without waiting; kept until the engine is connected. Raises what msgspec says of bad values."""
-        self._unsent.append(self._encoder.encode(message))
+        self._unsent.append(self._encode(message))
         if len(self._unsent) == 1:
             self._send()
 

@@ -68,15 +68,9 @@ def announce(model: str, host: str, port: int, started: float) -> None:
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens: from here on, no other server gets this port. Who connects while the engine loads is
     answered once it has. Raises OSError or OverflowError where the address or the port can't be had."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    dual = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=dual)
 
 
 async def _serve(
@@ -135,19 +129,19 @@ async def _serve_http(
         await asyncio.sleep(0.01)
     announce(app.state.server.model_name, config.host, listener.getsockname()[1], started)
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
-    app.state.server.stopping = True  # new requests get a 503 from here on
-    await _drain(engine, config.shutdown_timeout, hurry)
+    await drain(app, engine, config.shutdown_timeout, hurry)
     http.should_exit = True
-    with contextlib.suppress(EngineError):
-        engine.abort(None)
     await serving
 
 
-async def _drain(engine: Fleet, timeout_s: float, hurry: asyncio.Event) -> None:
-    """Wait until nothing is in flight, the time is up, or a second signal comes."""
+async def drain(app: FastAPI, engine: Fleet, timeout_s: float, hurry: asyncio.Event) -> None:
+    """Answer new requests with a 503, and abort those in flight after this long, or once `hurry` is set."""
+    app.state.server.stopping = True
     deadline = time.monotonic() + timeout_s
     while engine.error is None and engine.in_flight and time.monotonic() < deadline and not hurry.is_set():
         await asyncio.sleep(0.02)
+    with contextlib.suppress(EngineError):
+        engine.abort(None)
 
 
 def http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:

@@ -35,13 +35,7 @@ class RayEngines:
         self._target = target
         self._places = Places(config, placement_timeout_s)
 
-    def __call__(
-        self,
-        rank: int,
-        config: EngineConfig,
-        on_message: OnMessage,
-        on_failure: OnFailure,
-    ) -> RayConnection:
+    def __call__(self, rank: int, config: EngineConfig, on_message: OnMessage, on_failure: OnFailure) -> RayConnection:
         """Place and start an engine; returns at once."""
         return RayConnection(rank, self._places, self._target, config, on_message, on_failure)
 

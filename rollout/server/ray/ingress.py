@@ -15,18 +15,16 @@ from starlette.types import Receive, Scope, Send
 from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.client import RESTART_WINDOW_S
 from rollout.fleet.connection import EngineTarget, run_engine
-from rollout.fleet.errors import EngineError
 from rollout.fleet.fleet import Fleet
 from rollout.fleet.ray.connection import RayEngines
 from rollout.server.app import create_app
 from rollout.server.auth import api_keys
-from rollout.server.main import with_own_snapshot_folder
+from rollout.server.main import drain, with_own_snapshot_folder
 
 # Serve's own lines about every request are none of ours.
 LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 # What Serve itself does at the end, after `drain`: ask for the destructor, and wait for it.
 _GRACE_S = 5.0
-_DRAIN_TURN_S = 0.02
 # How soon Serve sees that the replica is gone.
 _HEALTH_S = 2.0
 
@@ -71,13 +69,7 @@ class Ingress:
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, let those in flight finish for this long, then abort them."""
-        Ingress.app.state.server.stopping = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self.engine.error is None and self.engine.in_flight:
-                    await asyncio.sleep(_DRAIN_TURN_S)
-        with contextlib.suppress(EngineError):
-            self.engine.abort(None)
+        await drain(Ingress.app, self.engine, timeout_s, hurry=asyncio.Event())
 
     async def __del__(self) -> None:
         await self._stop()
