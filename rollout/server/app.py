@@ -11,7 +11,7 @@ from rollout.server.api import control, generate, render, tokenize, weights
 from rollout.server.auth import PROBES, BearerAuth, api_keys
 from rollout.server.context import ServerContext
 from rollout.server.errors import install_error_handlers
-from rollout.server.limits import BodyLimit
+from rollout.server.limits import BodyLimit, prompt_bytes
 from rollout.server.text.tokenizer import BackgroundTokenizer
 from rollout.server.wire.openapi import install_openapi
 
@@ -31,6 +31,11 @@ def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig)
     install_error_handlers(app)
     install_openapi(app)
     open_paths = PROBES | ({"/abort_requests"} if config.tokens_only else set())
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.receive_timeout_s)
     app.add_middleware(BearerAuth, keys=api_keys(config.api_key), open_paths=open_paths)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=config.max_body_bytes,
+        timeout_s=config.receive_timeout_s,
+        prompt_bytes=lambda: prompt_bytes(server.model),
+    )
     return app

@@ -3,49 +3,153 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
 
+import msgspec
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from rollout.messages import EngineReady
+
+_ONE_PROMPT = frozenset(
+    {
+        "/inference/v1/generate",
+        "/v1/chat/completions",
+        "/v1/chat/completions/render",
+        "/v1/messages",
+        "/tokenize",
+        "/detokenize",
+    }
+)
+# Bodies up to this size are parsed on the event loop.
+_SMALL_BYTES = 1 << 20
+# What a body may hold beside its prompt: stop strings, bad words, tools, escapes.
+_OTHER_BYTES = 8 << 20
+# Of a token id or a logit bias in JSON, or of a token's text; most take far less.
+_BYTES_A_TOKEN = 64
+_MAX_CONTAINERS = 1_000_000
+_MAX_STRINGS = 2_000_000
+# How long the rest of a body that nobody reads may come before its connection is closed, in seconds.
+_LINGER_S = 1.0
+
+
+def prompt_bytes(model: EngineReady) -> int:
+    """More bytes than a body of one prompt takes that this model can continue, with lists of all its ids beside it."""
+    return _OTHER_BYTES + _BYTES_A_TOKEN * (model.max_model_len + model.vocab_size)
+
 
 class BodyLimit:
-    """ASGI middleware: answers 413 to a body of more than `max_bytes`, as soon as that much of it has been announced
-    or has come, and 408 to one whose next part keeps it waiting for `timeout_s`."""
+    """ASGI middleware: answers 413 to a body of more than `max_bytes`, or `prompt_bytes()` on a path that takes one
+    prompt, as soon as that much of it has been announced or has come, and 408 to one whose next part keeps it waiting
+    for `timeout_s`.
 
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+    A connection whose request is answered before all of its body has come is closed: within a second, in which the
+    rest is read and dropped, since a client that still sends might not see the answer.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float, prompt_bytes: Callable[[], int]) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._prompt_bytes = prompt_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        length = next((value for name, value in scope.get("headers", ()) if name == b"content-length"), b"")
+        headers = dict(scope.get("headers", ()))
+        length = headers.get(b"content-length", b"")
         announced = int(length) if length.isdigit() else 0
-        received, complete = 0, False
+        received, complete = 0, not announced and b"transfer-encoding" not in headers
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        limit = min(self._max_bytes, self._prompt_bytes()) if path in _ONE_PROMPT else self._max_bytes
 
         async def limited() -> Message:
             nonlocal received, complete
             if complete:  # all that is left to come is the client's leaving
                 return await receive()
-            if announced > self._max_bytes:
-                raise self._too_large()
+            if announced > limit:
+                raise self._too_large(limit)
             try:
                 async with asyncio.timeout(self._timeout_s):
                     message = await receive()
             except TimeoutError:
                 reason = f"The next part of the body did not come within {self._timeout_s:g} s: send it without breaks."
-                raise HTTPException(408, reason, headers={"Connection": "close"}) from None
+                raise HTTPException(408, reason) from None
             received += len(message.get("body", b""))
-            if received > self._max_bytes:
-                raise self._too_large()
+            if received > limit:
+                raise self._too_large(limit)
             complete = not message.get("more_body", False)
             return message
 
-        await self._app(scope, limited, send)
+        async def answering(message: Message) -> None:
+            if message["type"] == "http.response.start" and not complete:
+                if b"expect" not in headers:  # such a client sends nothing before it is told to
+                    with contextlib.suppress(TimeoutError, HTTPException):
+                        async with asyncio.timeout(min(_LINGER_S, self._timeout_s)):
+                            while not complete:
+                                await limited()
+                if not complete:
+                    message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
 
-    def _too_large(self) -> HTTPException:
-        message = f"The body is larger than {self._max_bytes} bytes (--max-body-bytes): send less in one request."
-        return HTTPException(413, message, headers={"Connection": "close"})
+        await self._app(scope, limited, answering)
+
+    def _too_large(self, limit: int) -> HTTPException:
+        why = "--max-body-bytes" if limit == self._max_bytes else "no prompt of the model's length takes more"
+        return HTTPException(413, f"The body is larger than {limit} bytes ({why}): send less in one request.")
+
+
+class BoundedRoute(APIRoute):
+    """A route whose large bodies are looked through and parsed on a thread, since either takes long."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, which reads bodies this way."""
+        handle = super().get_route_handler()
+
+        async def bounded(request: Request) -> Response:
+            return await handle(_BoundedRequest(request.scope, request.receive))
+
+        return bounded
+
+
+class _BoundedRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        if len(body) <= _SMALL_BYTES:
+            return await super().json()
+        model: EngineReady = self.app.state.server.model
+        return await asyncio.to_thread(parse_large, body, 2 * max(model.max_model_len, model.vocab_size))
+
+
+def parse_large(body: bytes, max_numbers: int) -> Any:
+    """What this JSON says. Raises a 400 before it is parsed where a list would hold more than `max_numbers` numbers,
+    or the body too many lists, objects and strings, and JSONDecodeError where it is no JSON.
+
+    Parsed, such a list would take ten times the memory of its text, and its parsing would hold Python's lock for long.
+    """
+    numbers = containers = quotes = 0
+    for start in range(0, len(body), _SMALL_BYTES):
+        piece = body[start : start + _SMALL_BYTES]
+        containers += piece.count(b"[") + piece.count(b"{")
+        quotes += piece.count(b'"')
+        if containers > _MAX_CONTAINERS or quotes // 2 > _MAX_STRINGS:
+            most = f"{_MAX_CONTAINERS} lists and objects, or {_MAX_STRINGS} strings"
+            raise HTTPException(400, f"The body holds more than {most}: send less in one request.")
+        # Within a list of numbers there is no quote and no bracket, and a comma after each of them but the last.
+        for place, run in enumerate(piece.replace(b"]", b'"').split(b'"')):
+            numbers = run.count(b",") + (numbers if place == 0 else 0)
+            if numbers >= max_numbers:
+                raise HTTPException(
+                    400, f"The body holds a list of more than {max_numbers} numbers; no list of ids here is so long."
+                )
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise json.JSONDecodeError(str(error), "", 0) from None
 
 
 class PromptProtocol(HttpToolsProtocol):
@@ -62,6 +166,11 @@ class PromptProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_headers()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)  # has stopped the timer that ends idle connections, also for a mere line break
+        if self._timer is None and self.cycle is not None and self.cycle.response_complete and not self.pipeline:
+            self._await_headers()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

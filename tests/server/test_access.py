@@ -19,8 +19,12 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.exceptions import HTTPException
 
 from rollout.config import ServerConfig
+from rollout.server import limits
 from rollout.server.auth import api_keys
 from tests.support import fake_engine
 from tests.support.server_harness import RunningServer, running_server
@@ -155,6 +159,106 @@ def test_a_body_announced_as_too_large_is_refused_before_it_comes(impatient: Run
     assert b"larger than 1000 bytes" in answer
     fits = json.dumps(body(7)).ljust(1000)
     assert httpx.post(impatient.url + PATH, content=fits, headers={"Content-Type": "application/json"}).is_success
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[RunningServer]:
+    """With a key, and a receive timeout that no test waits for."""
+    with running_server(config(api_key=("key",), receive_timeout_s=600.0)) as server:
+        yield server
+
+
+@pytest.mark.parametrize("then", [b"", b"x"], ids=["nothing", "one byte"])
+@pytest.mark.parametrize("path", [PATH, "/v1/models", "/no/such/path"])
+def test_a_body_that_never_came_held_its_connection_after_the_answer(
+    guarded: RunningServer, path: str, then: bytes
+) -> None:
+    key = "" if path == PATH else "Authorization: Bearer key\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{key}Content-Length: 60000000\r\n\r\n"
+    with connect(guarded) as connection:
+        connection.sendall(head.encode() + then)
+        answer = received(connection)
+    assert answer.startswith(b"HTTP/1.1 4")
+    assert b"connection: close" in answer
+
+
+def test_a_client_that_sends_on_still_reads_its_refusal(guarded: RunningServer) -> None:
+    answer = httpx.post(guarded.url + PATH, content=b" " * (8 << 20), timeout=30)
+    assert answer.status_code == 401
+    assert "connection" not in answer.headers
+
+
+def test_an_empty_line_held_an_idle_connection(impatient: RunningServer) -> None:
+    """It stopped the timer of idle connections, and began none of its own."""
+    with connect(impatient) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        connection.sendall(b"\r\n")
+        assert received(connection) == b""
+
+
+# -- what is in a body
+
+
+def test_a_body_of_one_prompt_is_refused_by_its_size_before_it_is_parsed() -> None:
+    """60 MB of ids stopped the server for 56 s, and took 1.2 GB."""
+    with running_server(config()) as server:
+        for path in (PATH, "/v1/chat/completions", "/v1/messages", "/tokenize"):
+            with connect(server) as connection:
+                head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                connection.sendall(f"{head}Content-Length: 60000000\r\n\r\n".encode())
+                answer = received(connection)
+            assert answer.startswith(b"HTTP/1.1 413 ")
+            assert b"no prompt of the model's length takes more" in answer
+
+
+LARGE = " " * (1 << 20)  # so that it isn't parsed on the event loop
+
+
+@pytest.mark.parametrize("extra", [{"prompt": [5] * 10**6}, {"prompt": "a", "allowed_token_ids": [[5] * 10**6]}])
+def test_a_list_longer_than_any_of_ids_is_refused_before_it_is_parsed(
+    monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any]
+) -> None:
+    monkeypatch.delattr(limits.msgspec.json, "decode")
+    with pytest.raises(HTTPException) as refused:
+        limits.parse_large((json.dumps(extra) + LARGE).encode(), 10**5)
+    assert (refused.value.status_code, refused.value.detail) == (
+        400,
+        "The body holds a list of more than 100000 numbers; no list of ids here is so long.",
+    )
+
+
+@pytest.mark.parametrize("value", [[[]] * (10**6 + 1), [{}] * (10**6 + 1), ["a"] * (2 * 10**6 + 1)])
+def test_so_are_millions_of_small_things(value: Any) -> None:
+    with pytest.raises(HTTPException, match="send less in one request"):
+        limits.parse_large(json.dumps(value).encode(), 10**9)
+
+
+@given(
+    value=st.recursive(
+        st.integers(-(2**53), 2**53) | st.text(st.sampled_from('a,"]\\')) | st.none() | st.booleans(),
+        lambda part: st.lists(part) | st.dictionaries(st.text(st.sampled_from('a,"]')), part),
+        max_leaves=40,
+    ),
+    piece=st.integers(1, 40),
+)
+def test_what_is_in_a_large_body_is_read_as_json(value: Any, piece: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "_SMALL_BYTES", piece)
+        assert limits.parse_large(json.dumps(value).encode(), 10**5) == value
+
+
+def test_a_large_body_is_served_or_refused_like_a_small_one(guarded: RunningServer) -> None:
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer key"}
+
+    def sent(text: str) -> httpx.Response:
+        return httpx.post(guarded.url + PATH, content=text + LARGE, headers=headers, timeout=30)
+
+    assert sent(json.dumps(body(7))).is_success
+    broken = sent(json.dumps(body(7))[:-1]).json()["error"]
+    assert (broken["code"], "JSON decode error" in broken["message"]) == (400, True)
+    long = sent(json.dumps({**body(7), "token_ids": [5] * 500_000})).json()["error"]
+    assert (long["code"], "list of more than" in long["message"]) == (400, True)
 
 
 def test_a_body_that_stops_coming_is_told_so(impatient: RunningServer) -> None:

@@ -17,7 +17,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from rollout.config import ServerConfig
 from rollout.fleet.connection import run_engine
 from rollout.messages import AbortRequests, EngineReady
 from rollout.outputs import TokenOutput, mask_ids
@@ -26,6 +25,7 @@ from rollout.sampling.rows import RequestFilters, SamplingRow
 from rollout.sampling.sampler import Sampler
 from rollout.server.admit import check_satisfiable
 from rollout.server.errors import ApiError
+from rollout.server.limits import prompt_bytes
 from rollout.server.text import tokenizer
 from rollout.server.text.tokenizer import BackgroundTokenizer
 from tests.support import abuse, tiny_models
@@ -145,19 +145,19 @@ def test_so_are_bad_words_that_are_all_that_is_allowed() -> None:
         assert refused.value.param == "allowed_token_ids"
 
 
-def test_an_endless_body_is_cut_off(client: httpx.Client) -> None:
-    sent = 0
+def test_an_endless_body_is_cut_off(server: RunningServer, client: httpx.Client) -> None:
+    sent, limit = 0, prompt_bytes(server.engine.info)
 
     def endless() -> Iterator[bytes]:
         nonlocal sent
-        while sent < 4 * ServerConfig().max_body_bytes:
+        while sent < 16 * limit:
             sent += 1 << 20
             yield b" " * (1 << 20)
 
     try:
         answer = client.post(PATH, content=endless(), headers={"Content-Type": "application/json"})
         assert answer.status_code == 413
-        assert str(ServerConfig().max_body_bytes) in answer.json()["error"]["message"]
+        assert str(limit) in answer.json()["error"]["message"]
     except httpx.WriteError:
         pass  # the answer came, and the connection went, while it was still being sent
     just_fits = b'{"token_ids": [5], "sampling_params": {"max_tokens": 1}}'.ljust(1 << 20)

@@ -12,6 +12,7 @@ from rollout.server.answers.respond import respond
 from rollout.server.context import ServerContext, ServerDep, require_json
 from rollout.server.errors import ApiError
 from rollout.server.generation import Generation
+from rollout.server.limits import BoundedRoute
 from rollout.server.prompts import token_ids
 from rollout.server.wire.answer import B, Writer
 from rollout.server.wire.anthropic import MessagesRequest, MessagesWriter
@@ -19,8 +20,8 @@ from rollout.server.wire.chat import ChatCompletionRequest, ChatWriter
 from rollout.server.wire.completions import CompletionRequest, CompletionWriter
 from rollout.server.wire.tokens import GenerateRequest, GenerateWriter
 
-router = APIRouter(dependencies=[Depends(require_json)])
-scale_out_router = APIRouter(dependencies=[Depends(require_json)])
+router = APIRouter(route_class=BoundedRoute, dependencies=[Depends(require_json)])
+scale_out_router = APIRouter(route_class=BoundedRoute, dependencies=[Depends(require_json)])
 
 
 @scale_out_router.post("/inference/v1/generate")

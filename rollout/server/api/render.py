@@ -17,6 +17,7 @@ from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.admit import check_prompt, check_vocabulary, make_request_id, resolve_params
 from rollout.server.answers.derender import Derenderer
 from rollout.server.context import ServerContext, ServerDep, require_json
+from rollout.server.limits import BoundedRoute
 from rollout.server.prompts import require_vocabulary, token_ids
 from rollout.server.wire.answer import encode_json
 from rollout.server.wire.chat import ChatCompletionRequest
@@ -33,7 +34,7 @@ from rollout.server.wire.render import (
     RenderedRequest,
 )
 
-router = APIRouter(dependencies=[Depends(require_json)])
+router = APIRouter(route_class=BoundedRoute, dependencies=[Depends(require_json)])
 
 # Rendered whatever their value, as a vLLM server does.
 _ALWAYS_RENDERED = (

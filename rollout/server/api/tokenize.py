@@ -9,10 +9,11 @@ from pydantic import BaseModel
 
 from rollout.server.admit import check_vocabulary
 from rollout.server.context import ServerDep, require_json
+from rollout.server.limits import BoundedRoute
 from rollout.server.prompts import require_tokenizer, token_ids
 from rollout.server.wire.body import ChatFields, Text, TextPrompt, TokenIds
 
-router = APIRouter(dependencies=[Depends(require_json)])
+router = APIRouter(route_class=BoundedRoute, dependencies=[Depends(require_json)])
 
 
 class TokenizeCompletionRequest(BaseModel):
