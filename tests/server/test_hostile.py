@@ -86,7 +86,7 @@ EDGES: list[dict[str, Any]] = [
     {"temperature": 1e-6, "repetition_penalty": 1.7e308, "top_p": 0.9, "min_p": 0.1},
     {"logit_bias": dict.fromkeys(ALL_IDS, -1e308), "logprobs": 20},
     {"logit_bias": dict.fromkeys(ALL_IDS, 1e308), "temperature": 0.01},
-    {"allowed_token_ids": [9] * 5000, "stop_token_ids": [9], "seed": 2**63 - 1},
+    {"allowed_token_ids": [9] * 200, "stop_token_ids": [9], "seed": 2**63 - 1},
     {"stop_token_ids": list(range(VOCAB))},
     {"max_tokens": 10**30, "min_tokens": 10**18},
 ]
