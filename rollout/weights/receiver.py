@@ -99,7 +99,7 @@ class Receiver:
             answer.set_exception(
                 WeightUpdateError(
                     503,
-                    f"no trainer's store answered within 2 · {self.timeout_s:g} s at the address in init_info: "
+                    f"no trainer's store answered within 2 · {self.timeout_s:g} s at {self.transport.peer}, as init_info says: "
                     "is it the trainer's, and is the port its own?",
                 )
             )

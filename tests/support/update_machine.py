@@ -57,6 +57,7 @@ class Wire:
     """
 
     name = "memory"
+    peer = "the machine"
     spent_by_failure = True
 
     def __init__(self) -> None:

@@ -17,6 +17,10 @@ class Transport(Protocol):
         """gloo, nccl or disk."""
 
     @property
+    def peer(self) -> str:
+        """Where the trainer is met, for messages."""
+
+    @property
     def spent_by_failure(self) -> bool:
         """Whether the group can't be used again after an update that failed."""
 

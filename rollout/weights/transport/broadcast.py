@@ -154,6 +154,11 @@ class BroadcastTransport:
 
     spent_by_failure = True
 
+    @property
+    def peer(self) -> str:
+        """The address of the trainer's store."""
+        return f"{self._info.master_address}:{self._info.master_port}"
+
     def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
         raw_nccl = info.backend is None and device.type == "cuda"
         self.name = info.backend or ("nccl" if raw_nccl else "gloo")

@@ -89,6 +89,7 @@ class DiskTransport:
     """
 
     name = "disk"
+    peer = "the disk"
     spent_by_failure = False
 
     def __init__(self, timeout_s: float = 300.0) -> None:
