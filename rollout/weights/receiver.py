@@ -99,8 +99,8 @@ class Receiver:
             answer.set_exception(
                 WeightUpdateError(
                     503,
-                    f"no trainer's store answered within 2 · {self.timeout_s:g} s at {self.transport.peer}, as init_info says: "
-                    "is it the trainer's, and is the port its own?",
+                    f"no trainer's store answered at {self.transport.peer} (as init_info says) within "
+                    f"2 · {self.timeout_s:g} s: is it the trainer's, and is the port its own?",
                 )
             )
 
