@@ -130,6 +130,11 @@ class ServerConfig:
         "Require this key, but for /health and /ping; may be repeated. Default: ROLLOUT_API_KEY and VLLM_API_KEY.",
         secret=True,
     )
+    allowed_hosts: tuple[str, ...] = flag(
+        (),
+        "Without a key, also serve web pages of this host, and requests that call the server by this name; may be "
+        "repeated; * allows all. Default: its own pages and, on a loopback address, loopback names only.",
+    )
     max_queued_requests: int = flag(
         MAX_QUEUED, "Queue at most this many choices beyond --max-num-seqs; a request for more gets a 503."
     )

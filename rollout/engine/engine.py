@@ -21,7 +21,7 @@ from rollout.kernels.attention.base import RaggedBatch
 from rollout.messages import AbortRequests, AddRequest, EngineState
 from rollout.model.runner import ModelRunner
 from rollout.outputs import FinishReason, TokenOutput
-from rollout.sampling.sampler import Sampler
+from rollout.sampling.sampler import NOT_FINITE, Sampler, nothing_sampled
 from rollout.weights.snapshot import SnapshotKeeper, resume
 from rollout.weights.store import WeightStore
 from rollout.weights.updater import WeightUpdater
@@ -260,13 +260,17 @@ class Engine:
         if rows != list(range(len(logits))):
             logits = logits[rows]
         outputs = self.sampler.sample(logits, [sequence.row for sequence in sequences])
+        for i, sequence in enumerate(sequences):
+            if not sequence.request.prompt_is_finite:
+                outputs[i] = nothing_sampled(sequence.row, NOT_FINITE)
         epoch, version = self.store.epoch, self.store.label
         for sequence, output in zip(sequences, outputs, strict=True):
             output.epoch, output.version = epoch, version
             output.kv = "mixed" if sequence.kv_epoch is None else "current"
             output.cached_tokens = sequence.cached_tokens
             request = sequence.request
-            if request.params.prompt_logprobs is not None and not request.prompt_logprobs_delivered:
+            wanted = request.params.prompt_logprobs is not None and request.prompt_is_finite
+            if wanted and not request.prompt_logprobs_delivered:
                 output.prompt_logprobs, request.prompt_logprobs_delivered = list(request.prompt_logprobs), True
             if self.runner.routing is not None:
                 # A row that was delivered stands, also where its token is computed again: it is what it sampled by.
@@ -279,7 +283,9 @@ class Engine:
         """Keep the logprobs of the prompt tokens that these rows, from position `start` on, predict."""
         targets = request.prompt_token_ids[start + 1 : start + 1 + len(logits)]
         k = request.params.prompt_logprobs or 0
-        request.prompt_logprobs += self.sampler.prompt_logprobs(logits[: len(targets)], targets, k)
+        found = self.sampler.prompt_logprobs(logits[: len(targets)], targets, k)
+        request.prompt_is_finite &= None not in found
+        request.prompt_logprobs += found
 
     def _stop(self, sequence: Sequence, output: TokenOutput) -> None:
         """Append the token that was sampled, and end the sequence if it must, or if there was none to sample."""

@@ -20,7 +20,7 @@ class Request:
     """What the `n` sequences of one request share. `sequences` are those that have not ended, by index.
 
     `max_tokens` is what the request and the model's length leave room for. Of several `eos_token_ids` the first ends a
-    sequence with stop reason None, another with its id.
+    sequence with stop reason None, another with its id. `prompt_is_finite`: no logits of prompt rows have held NaN.
     """
 
     request_id: str
@@ -36,6 +36,7 @@ class Request:
     return_sampling_mask: bool = False
     prompt_logprobs: list[list[TokenLogprob] | None] = field(default_factory=lambda: [None])
     prompt_logprobs_delivered: bool = False
+    prompt_is_finite: bool = True
     sequences: dict[int, Sequence] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -82,8 +82,7 @@ class Sampler:
             sampled[r].sampling_mask = mask.tobytes()
         for r, row in enumerate(rows):
             if not (numbers[r] and some[r]):
-                why = NO_TOKEN_LEFT if numbers[r] else NOT_FINITE
-                sampled[r] = TokenOutput(row.request_id, row.index, finish_reason=FinishReason.ERROR, stop_reason=why)
+                sampled[r] = nothing_sampled(row, NO_TOKEN_LEFT if numbers[r] else NOT_FINITE)
         return sampled
 
     def _needed_filtered(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor | None:
@@ -96,17 +95,25 @@ class Sampler:
         return None
 
     @torch.inference_mode()
-    def prompt_logprobs(self, logits: Tensor, targets: Tensor | Sequence[int], k: int) -> list[list[TokenLogprob]]:
+    def prompt_logprobs(
+        self, logits: Tensor, targets: Tensor | Sequence[int], k: int
+    ) -> list[list[TokenLogprob] | None]:
         """Logprobs of prompt tokens: row i of `logits` (n, vocab) predicts `targets[i]` (n ids).
 
         Each list has the target first, then the top `k` by rank (the whole vocabulary where k is -1). They are raw in
-        either mode: nothing was sampled here.
+        either mode: nothing was sampled here. None stands for a row that `sample` gives no token for, as NOT_FINITE.
         """
         targets = torch.as_tensor(targets, dtype=torch.long, device=logits.device)
-        result: list[list[TokenLogprob]] = []
+        result: list[list[TokenLogprob] | None] = []
         for part, ids in zip(logits.split(PROMPT_ROWS), targets.split(PROMPT_ROWS), strict=True):
-            result += _entries(ids.tolist(), *_to_host(_logprob_table(part, ids, k)))
+            *table, finite = _to_host([*_logprob_table(part, ids, k), part.amax(-1).isfinite()])
+            result += [row if ok else None for row, ok in zip(_entries(ids.tolist(), *table), finite, strict=True)]
         return result
+
+
+def nothing_sampled(row: SamplingRow, why: str) -> TokenOutput:
+    """What ends a choice for which there is no token."""
+    return TokenOutput(row.request_id, row.index, finish_reason=FinishReason.ERROR, stop_reason=why)
 
 
 def _choose(filtered: Tensor, rows: Sequence[SamplingRow]) -> Tensor:

@@ -8,7 +8,7 @@ from rollout import __version__
 from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.fleet import Fleet
 from rollout.server.api import control, generate, render, tokenize, weights
-from rollout.server.auth import PROBES, BearerAuth, api_keys
+from rollout.server.auth import PROBES, BearerAuth, SiteGuard, api_keys, is_loopback
 from rollout.server.context import ServerContext
 from rollout.server.errors import install_error_handlers
 from rollout.server.limits import BodyLimit, prompt_bytes
@@ -31,7 +31,10 @@ def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig)
     install_error_handlers(app)
     install_openapi(app)
     open_paths = PROBES | ({"/abort_requests"} if config.tokens_only else set())
-    app.add_middleware(BearerAuth, keys=api_keys(config.api_key), open_paths=open_paths)
+    keys = api_keys(config.api_key)
+    app.add_middleware(BearerAuth, keys=keys, open_paths=open_paths)
+    if not keys:
+        app.add_middleware(SiteGuard, allowed=config.allowed_hosts, loopback=is_loopback(config.host))
     app.add_middleware(
         BodyLimit,
         max_bytes=config.max_body_bytes,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Literal
+from urllib.parse import quote
 
 from fastapi import Depends, Request
 from fastapi.exceptions import RequestValidationError
@@ -16,6 +19,11 @@ from rollout.messages import EngineReady
 from rollout.server.errors import ApiError
 from rollout.server.metrics import Metrics
 from rollout.server.text.tokenizer import BackgroundTokenizer
+
+logger = logging.getLogger(__name__)
+
+# Of names that clients make up: how many characters of each are shown, how many a request, and how many are logged.
+_MAX_NAME, _MAX_NAMES, _MAX_LOGGED_NAMES = 64, 16, 256
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -30,6 +38,7 @@ class ServerContext:
     tokenizer: BackgroundTokenizer
     pause_mode: PauseMode | None = None
     stopping: bool = False
+    logged_names: set[str] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -65,6 +74,19 @@ class ServerContext:
         if reason is not None:
             raise ApiError(503, reason, headers={"Retry-After": "1"})
         self.engine.check_room(choices)
+
+    def ignored_header(self, names: Sequence[str]) -> dict[str, str]:
+        """The header that names fields of a body that this server doesn't know; each name is logged once, too."""
+        if not names:
+            return {}
+        # Percent-encoded: a name may hold anything, line breaks included.
+        shown = [quote(name[:_MAX_NAME], safe="", errors="replace") for name in names[:_MAX_NAMES]]
+        for name in shown:
+            if name not in self.logged_names and len(self.logged_names) < _MAX_LOGGED_NAMES:
+                self.logged_names.add(name)
+                logger.warning("a request has a field %s, which this server doesn't know and ignores", name)
+        more = [f"and {len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
+        return {"X-Ignored-Parameters": ", ".join(shown + more)}
 
     def check_model(self, name: str | None) -> None:
         """Raise a 404 for a model that is not the one served (by its served name or its path)."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,3 +61,25 @@ def test_logits_that_overflow_end_a_choice_with_an_error_and_one_warning_an_epoc
         run(served, [request("c", prompt(9), temperature=temperature)])
         assert len(caplog.records) == 2
     assert served.stats["finished_error"] == 3
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_logprobs_of_prompt_rows_that_are_no_numbers_were_told_as_if_they_were(
+    served: Engine, broken: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = served.runner.forward
+
+    def overflowing(*arguments: Any) -> torch.Tensor:
+        logits = forward(*arguments)
+        if len(logits) > 2:  # the prompt's rows; the last, which samples, stays as it is
+            logits[2] = broken
+        return logits
+
+    monkeypatch.setattr(served.runner, "forward", overflowing)
+    outputs = run(served, [request("a", prompt(9), n=2, prompt_logprobs=0)])
+    for index in range(2):
+        assert ended(outputs["a", index]) == (None, FinishReason.ERROR, sampler.NOT_FINITE)
+        assert [output.prompt_logprobs for output in outputs["a", index]] == [None]
+    assert served.stats["finished_error"] == 2
+    assert len(ids(run(served, [request("b", prompt(9))])["b", 0])) == 8

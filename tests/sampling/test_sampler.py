@@ -257,6 +257,7 @@ def test_prompt_logprobs_are_raw() -> None:
     result = Sampler("processed_logprobs").prompt_logprobs(logits, targets, 2)
     assert len(result) == len(targets)
     for row, target, entries in zip(expected, targets, result, strict=True):
+        assert entries is not None
         ranked = sorted(range(11), key=lambda t: -row[t])
         assert [e.token_id for e in entries] == [target, *(t for t in ranked[:2] if t != target)]
         assert [e.rank for e in entries] == [ranked.index(e.token_id) + 1 for e in entries]

@@ -112,6 +112,62 @@ def test_keys_are_never_logged(tmp_path: Path) -> None:
     assert "sesame" not in repr(ServerConfig(api_key=("sesame",)))
 
 
+# -- pages of other sites
+
+
+FOREIGN: list[dict[str, str]] = [
+    {"Origin": "https://evil.example"},
+    {"Origin": "null"},
+    {"Origin": "http://localhost:3000"},
+    {"Origin": "http://[::1"},
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site", "Origin": "http://127.0.0.1:3000"},
+    {"Host": "evil.example"},
+    {"Host": "evil.example:8000", "Sec-Fetch-Site": "same-origin"},
+    {"Host": "127.0.0.1.evil.example"},
+    {"Host": "[::1"},
+]
+
+
+def test_any_web_page_could_pause_a_server_without_a_key() -> None:
+    with running_server(config()) as server, httpx.Client(base_url=server.url) as client:
+        for headers in FOREIGN:
+            refused = client.post("/pause?mode=abort", headers=headers)
+            assert refused.status_code == 403, headers
+            assert "--allowed-hosts" in refused.json()["error"]["message"]
+        assert client.get("/is_paused", headers={"Host": "evil.example"}).status_code == 403
+        assert client.get("/is_paused").json() == {"is_paused": False}
+        port = urlsplit(server.url).port
+        own: list[dict[str, str]] = [
+            {},
+            {"Sec-Fetch-Site": "none"},
+            {"Sec-Fetch-Site": "same-origin", "Origin": server.url},
+            {"Origin": server.url},
+            {"Host": f"localhost:{port}"},
+            {"Host": f"[::1]:{port}"},
+            {"Host": f"api.localhost:{port}", "Origin": f"http://api.localhost:{port}"},
+        ]
+        for headers in own:
+            assert client.post("/pause?mode=abort", headers=headers).status_code == 200, headers
+        assert client.get("/health", headers={"Sec-Fetch-Site": "cross-site"}).status_code == 200  # a link
+
+
+@pytest.mark.parametrize(
+    ("fields", "served"),
+    [
+        ({"allowed_hosts": ("evil.example",)}, [0, 6, 7]),
+        ({"allowed_hosts": ("*",)}, [*range(10)]),
+        ({"host": "0.0.0.0"}, [6, 7, 8, 9]),
+        ({"api_key": ("secret",)}, [*range(10)]),
+    ],
+)
+def test_which_pages_and_names_are_served(fields: dict[str, Any], served: list[int]) -> None:
+    key = {"Authorization": "Bearer secret"}
+    with running_server(config(**fields)) as server, httpx.Client(base_url=server.url, headers=key) as client:
+        statuses = [client.post("/resume", headers=headers).status_code for headers in FOREIGN]
+    assert [i for i, status in enumerate(statuses) if status == 200] == served
+
+
 # -- limits
 
 
@@ -136,7 +192,7 @@ def connect(server: RunningServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0), timeout=20)
 
 
-HEAD = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 TINY = config(max_body_bytes=1000, receive_timeout_s=0.3)
 
 
@@ -278,7 +334,7 @@ def test_headers_that_stop_coming_end_the_connection(impatient: RunningServer, s
 
 def test_so_do_those_of_a_second_request(impatient: RunningServer) -> None:
     with connect(impatient) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea")
         answer = received(connection)
     assert answer.startswith(b"HTTP/1.1 200 ")
     assert answer.count(b"HTTP/1.1") == 1
@@ -288,7 +344,7 @@ def test_a_client_that_leaves_with_requests_in_line_ends_them_all(impatient: Run
     request = json.dumps(body(fake_engine.NEVER)).encode()
     data = f"{HEAD}Content-Length: {len(request)}\r\n\r\n".encode() + request
     with connect(impatient) as connection:
-        connection.sendall(data + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(data + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         eventually(lambda: impatient.engine.in_flight == 1)
     eventually(lambda: impatient.engine.in_flight == 0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -248,6 +249,50 @@ def test_thousands_of_wrong_values_are_told_in_few_words(client: httpx.Client, w
 
 def test_another_model_is_a_404(client: httpx.Client) -> None:
     assert refusal(client.post(PATH, json={"prompt": "a", "model": "gpt"}))[:2] == (404, "model")
+
+
+MISSPELT: dict[str, Any] = {"top_pp": 0.5, "a\r\nSet-Cookie: b": 1, "é" * 70: 1, "null": None}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prefix"),
+    [
+        ("/inference/v1/generate", {"token_ids": [97], "sampling_params": {"max_tokens": 1, **MISSPELT}},
+         "sampling_params."),
+        ("/inference/v1/generate", {"token_ids": [97], "sampling_params": {"max_tokens": 1}, **MISSPELT}, ""),
+        (PATH, {"prompt": "a", "max_tokens": 1, "best_of": 1, **MISSPELT}, ""),
+        (f"{PATH}/render", {"prompt": "a", **MISSPELT}, ""),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **MISSPELT}, ""),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, **MISSPELT}, ""),
+    ],
+)  # fmt: skip
+def test_misspelt_parameters_were_ignored_in_silence(
+    client: httpx.Client, path: str, body: dict[str, Any], prefix: str
+) -> None:
+    cut = quote((prefix + "é" * 70)[:64])
+    expected = f"{prefix}top_pp, {prefix}a%0D%0ASet-Cookie%3A%20b, {cut}"
+    for stream in (False, True):
+        response = client.post(path, json={**body, "stream": stream})
+        assert response.status_code == 200
+        assert response.headers["x-ignored-parameters"] == expected
+        assert "set-cookie" not in response.headers
+
+
+def test_names_of_what_is_ignored_are_bounded_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with text_server() as server, httpx.Client(base_url=server.url, timeout=60) as client, caplog.at_level("WARNING"):
+        for _ in range(2):
+            response = client.post(PATH, json={"prompt": "a", "max_tokens": 1, "mistake": 1})
+            assert response.headers["x-ignored-parameters"] == "mistake"
+        assert [record.getMessage().count("mistake") for record in caplog.records].count(1) == 1
+        for batch in range(30):
+            many = {f"{batch}-{i}{'x' * 1000}": 1 for i in range(1000)}
+            response = client.post(PATH, json={"prompt": "a", "max_tokens": 1, **many})
+            assert response.headers["x-ignored-parameters"].endswith(", and 984 more")
+            assert len(response.headers["x-ignored-parameters"]) < 1200
+        assert len(caplog.records) <= 256
+        rendered = ok(client.post(f"{PATH}/render", json={"prompt": "a"}))[0]
+        sent = client.post("/inference/v1/generate", json=rendered)
+        assert (sent.status_code, sent.headers.get("x-ignored-parameters")) == (200, None)
 
 
 def test_sixteen_thousand_choices_were_submitted_at_once(server: RunningServer, client: httpx.Client) -> None:

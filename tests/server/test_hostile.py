@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import socket
 import threading
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -143,6 +145,85 @@ def test_so_are_bad_words_that_are_all_that_is_allowed() -> None:
         with pytest.raises(ApiError, match="No token is left") as refused:
             check_satisfiable(params, [[0], [1]], info)
         assert refused.value.param == "allowed_token_ids"
+
+
+HEADERS = [
+    "X-Request-Id",
+    "X-data-parallel-rank",
+    "Authorization",
+    "X-API-Key",
+    "Content-Type",
+    "Content-Length",
+    "Transfer-Encoding",
+    "Host",
+    "Origin",
+    "Sec-Fetch-Site",
+    "Accept",
+    "Accept-Encoding",
+    "Connection",
+    "Expect",
+    "Upgrade",
+    "Cookie",
+]
+VALUES = rb"""
+    -1 8 1_0 %00 chunked [::1 http://[ 100-continue application/json;charset=x multipart/form-data;boundary=
+""".split()
+VALUES += [b"", b"9" * 400, b"\xff\xfe", b"\xc2\xb2", b"Bearer \xff", b"x" * 8000]
+TARGETS = [PATH, "/v1/completions", "/abort_requests", "/scale_elastic_ep", "/reset_prefix_cache"]
+QUERIES = [
+    r"/pause?mode=",
+    r"/pause?mode=%ff",
+    r"/pause?mode=%00",
+    r"/pause?mode=keep%0d",
+    r"/pause?mode=x&mode=y",
+    r"/pause?%",
+    r"/scale_elastic_ep?new_data_parallel_size=2",
+    r"/get_world_size?include_dp=",
+    r"/get_world_size?include_dp=%ed%a0%80",
+    r"/server_info?config_format=%ff",
+    r"/abort_requests?request_ids=%",
+    r"/%ff%fe",
+    r"//",
+    r"/..%2f..%2fetc",
+    r"/v1/models/%00",
+    r"*",
+    r"http://evil.example/pause?mode=",
+    r"/openapi.json?%zz",
+]
+QUERIES += ["/docs?" + "a=b&" * 2000, "/metrics?\xff"]
+
+
+def raw_status(server: RunningServer, head: bytes, body: bytes = b"") -> int | None:
+    """The status of the answer to a request that is sent as it is; None where the connection is closed without one."""
+    with socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0), timeout=60) as connection:
+        connection.sendall(head + b"\r\n\r\n" + body)
+        connection.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    return int(answer.split()[1]) if answer else None
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_values_of_headers_stopped_the_server(server: RunningServer, client: httpx.Client, name: str) -> None:
+    choose = random.Random(name)
+    allowed = [*range(32, 127), *range(128, 256)]
+    values = [*VALUES, *(bytes(choose.choices(allowed, k=choose.choice([1, 4, 40]))) for _ in range(15))]
+    content = b'{"token_ids": [5], "prompt": [5], "sampling_params": {"max_tokens": 1}, "max_tokens": 1}'
+    headers = {"Host": b"localhost", "Content-Type": b"application/json", "Content-Length": b"%d" % len(content)}
+    for value in values:
+        lines = [b"%s: %s" % (key.encode(), each) for key, each in {**headers, name: value}.items()]
+        head = b"\r\n".join([f"POST {choose.choice(TARGETS)} HTTP/1.1".encode(), b"Connection: close", *lines])
+        status = raw_status(server, head, content)
+        assert status is None or status < 500, (value, status)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "PUT", "OPTIONS", "DELETE"])
+def test_values_of_paths_and_queries_stopped_the_server(
+    server: RunningServer, client: httpx.Client, method: str
+) -> None:
+    for target in QUERIES:
+        head = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: 0"
+        status = raw_status(server, head.encode("latin-1"))
+        assert status is None or status < 500, (target, status)
 
 
 def test_an_endless_body_is_cut_off(server: RunningServer, client: httpx.Client) -> None:

@@ -57,7 +57,9 @@ async def _answer(dialect: type[Writer[B]], body: B, request: Request, server: S
         ids = prompt if isinstance(prompt, list) else await token_ids(server, prompt)
         first_index = generations[-1].first_index + generations[-1].n if generations else 0
         generations.append(await admit(server, body, request.headers, ids, first_index))
-    return await respond(request, server, dialect(body, server.config, generations), generations)
+    response = await respond(request, server, dialect(body, server.config, generations), generations)
+    response.headers.update(server.ignored_header(body.ignored))
+    return response
 
 
 @scale_out_router.post("/inference/v1/abort_requests")

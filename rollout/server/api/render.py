@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
@@ -52,7 +52,7 @@ _ALWAYS_RENDERED = (
 async def render_chat_completion(body: ChatCompletionRequest, request: Request, server: ServerDep) -> Response:
     """The body for /inference/v1/generate that stands for this chat."""
     (rendered,) = await _rendered(server, body, request.headers)
-    return _json(encode_json(rendered))
+    return _json(encode_json(rendered), server.ignored_header(body.ignored))
 
 
 @router.post("/v1/completions/render")
@@ -60,7 +60,8 @@ async def render_completion(body: CompletionRequest, request: Request, server: S
     """The bodies for /inference/v1/generate that stand for this completion, one a prompt."""
     if body.echo:
         raise ParameterError("echo can't be rendered: /inference/v1/generate answers with what is new.", "echo")
-    return _json(encode_json(await _rendered(server, body, request.headers)))
+    rendered = await _rendered(server, body, request.headers)
+    return _json(encode_json(rendered), server.ignored_header(body.ignored))
 
 
 async def _rendered(server: ServerContext, body: OpenAIRequest, headers: Headers) -> list[RenderedRequest]:
@@ -149,5 +150,5 @@ async def _derenderer(
     return Derenderer(server.config, model or server.model_name, vocabulary, server.model.eos_token_ids)
 
 
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")
+def _json(body: bytes, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(body, headers=headers, media_type="application/json")

@@ -96,10 +96,11 @@ def build(
 ) -> serve.Application:
     """The application for `serve.run`. `options` are Serve's for the deployment, such as `ray_actor_options`.
 
-    The API keys are those of the configuration or of this process's environment. Host and port are Serve's own. Serve
-    reports a failed start with the reason in `serve.status()`, after one retry at most.
+    The API keys are those of the configuration or of this process's environment. Host and port are Serve's own,
+    so any Host header is served. Serve reports a failed start with the reason in `serve.status()`, after one retry at
+    most.
     """
-    config = replace(config, api_key=tuple(api_keys(config.api_key)))
+    config = replace(config, host="", api_key=tuple(api_keys(config.api_key)))
     ingress: serve.Deployment = serve.deployment()(serve.ingress(_App())(Ingress))
     ours: dict[str, Any] = {
         "name": "rollout",

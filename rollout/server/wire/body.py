@@ -108,6 +108,8 @@ class GenerationBody(Body):
     refuses.
     """
 
+    model_config = ConfigDict(extra="allow")  # only to see what `check` refuses and what is `ignored`
+
     id_prefix: ClassVar[str]
     text_needs: ClassVar[str] = "Text needs"
     text_param: ClassVar[str | None] = None
@@ -119,6 +121,11 @@ class GenerationBody(Body):
     request_id: Text | None = None
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     cache_salt: Text | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields with a value that this server doesn't know, by their paths in the body."""
+        return [name for name, value in (self.model_extra or {}).items() if value is not None]
 
     @property
     def last_usage(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 from msgspec import UNSET, UnsetType
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel, create_model
 
 from rollout import __version__
 from rollout.config import ServerConfig
@@ -52,12 +52,15 @@ _Shared: Any = create_model("_Shared", __base__=GenerationBody, **_FIELDS)
 class OpenAIRequest(_Shared):  # type: ignore[misc]  # the base is made from SamplingParams
     """What both kinds of completion take: every sampling parameter, and what the answer shall carry."""
 
-    model_config = ConfigDict(extra="allow")  # only to see what `check` refuses
-
     stop: Text | Each[Text] | None = None
     bad_words: Each[Text] | None = None
     return_weight_versions: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields with a value that this server doesn't know; those that `check` lets pass ask for nothing."""
+        return [name for name in super().ignored if name not in _UNSUPPORTED]
 
     def check(self) -> None:
         """Raise ParameterError, naming the field, for what isn't served and for fields that don't go together."""

@@ -51,7 +51,7 @@ _BODIES: dict[str, type] = {
 _ERRORS = {
     400: "The body or a parameter is wrong; `param` names it.",
     401: "The server needs an API key.",
-    403: "The endpoint needs a flag that the server was started without.",
+    403: "The endpoint, or the page that sends the request, needs a flag that the server was started without.",
     404: "There is no such model.",
     408: "The body stopped coming.",
     409: "A weight call out of order; the message names the state.",

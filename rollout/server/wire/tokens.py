@@ -5,6 +5,7 @@ Key sets and their order are those of a vLLM server; `epoch` and `kv` of a span 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -20,6 +21,14 @@ from rollout.server.wire.body import GenerationBody, Prompt, encodable
 from rollout.server.wire.logprobs import Logprobs, PromptLogprobs, TextLogprobs, text_logprobs, token_logprobs
 
 OutputMode = Literal["tokens", "text"]
+
+# The last three say something to vLLM only, whose render step names them always.
+_KNOWN_PARAMS = {
+    *(field.name for field in dataclasses.fields(SamplingParams)),
+    "output_kind",
+    "skip_clone",
+    "skip_reading_prefix_cache",
+}
 
 
 def _lenient(value: Any) -> Any:
@@ -62,6 +71,14 @@ class GenerateRequest(GenerationBody):
     content_parts: list[dict[str, Any]] | None = None
     kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_unknown_params(cls, data: Any) -> Any:
+        """Parameters that there aren't become fields that there aren't, by their path: `ignored` names both."""
+        params = data.get("sampling_params") if isinstance(data, dict) else None
+        unknown = [name for name in params if name not in _KNOWN_PARAMS] if isinstance(params, dict) else []
+        return {**data, **{f"sampling_params.{name}": params[name] for name in unknown}} if unknown else data
 
     @field_validator("token_ids")
     @classmethod
