@@ -230,7 +230,7 @@ def test_a_body_that_never_came_held_its_connection_after_the_answer(
     guarded: RunningServer, path: str, then: bytes
 ) -> None:
     key = "" if path == PATH else "Authorization: Bearer key\r\n"
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\n{key}Content-Length: 60000000\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{key}Content-Length: 60000000\r\n\r\n"
     with connect(guarded) as connection:
         connection.sendall(head.encode() + then)
         answer = received(connection)
@@ -247,7 +247,7 @@ def test_a_client_that_sends_on_still_reads_its_refusal(guarded: RunningServer) 
 def test_an_empty_line_held_an_idle_connection(impatient: RunningServer) -> None:
     """It stopped the timer of idle connections, and began none of its own."""
     with connect(impatient) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
         connection.sendall(b"\r\n")
         assert received(connection) == b""
@@ -261,7 +261,7 @@ def test_a_body_of_one_prompt_is_refused_by_its_size_before_it_is_parsed() -> No
     with running_server(config()) as server:
         for path in (PATH, "/v1/chat/completions", "/v1/messages", "/tokenize"):
             with connect(server) as connection:
-                head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
                 connection.sendall(f"{head}Content-Length: 60000000\r\n\r\n".encode())
                 answer = received(connection)
             assert answer.startswith(b"HTTP/1.1 413 ")
