@@ -171,10 +171,7 @@ def measure(
 def table(fidelity: Fidelity) -> Table:
     """A row for each pair."""
     rows = [
-        (
-            *(g.what, f"{g.mean:.3g}", f"{g.p99:.3g}", f"{g.max:.3g}"),
-            f"{g.smallest_ratio:.3g}–{g.largest_ratio:.3g}",
-        )
+        (g.what, f"{g.mean:.3g}", f"{g.p99:.3g}", f"{g.max:.3g}", f"{g.smallest_ratio:.3g}–{g.largest_ratio:.3g}")
         for g in fidelity.gaps
     ]
     title = f"{fidelity.sequences} sequences, {fidelity.tokens} tokens, {fidelity.mode}"

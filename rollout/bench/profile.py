@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -34,18 +34,20 @@ class Phase:
 
 
 @dataclass
-class Profile:
-    """Steps, tokens they computed, and phases, by kind of step."""
+class Steps:
+    """The steps of one kind: how many, the tokens that they computed, and what each of their parts took."""
 
-    steps: Counter[Kind] = field(default_factory=Counter)
-    tokens: Counter[Kind] = field(default_factory=Counter)
-    phases: dict[Kind, dict[str, Phase]] = field(
-        default_factory=lambda: {"decode": defaultdict(Phase), "prefill": defaultdict(Phase)}
-    )
+    steps: int = 0
+    tokens: int = 0
+    phases: dict[str, Phase] = field(default_factory=lambda: defaultdict(Phase))
 
-    def seconds(self, kind: Kind) -> float:
-        """Of all steps of this kind."""
-        return sum(phase.seconds for phase in self.phases[kind].values())
+    @property
+    def seconds(self) -> float:
+        """Of all these steps."""
+        return sum(phase.seconds for phase in self.phases.values())
+
+
+Profile = dict[Kind, Steps]
 
 
 class StepTimer:
@@ -55,7 +57,7 @@ class StepTimer:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.profile = Profile()
+        self.profile: Profile = {"decode": Steps(), "prefill": Steps()}
         self._engine = engine
         self._sync: Callable[[], None] = torch.cuda.synchronize if engine.runner.device.type == "cuda" else lambda: None
         self._open: list[tuple[str, float]] = []
@@ -83,10 +85,11 @@ class StepTimer:
         self._enter(REST)
         self._engine.step()
         self._leave()
-        self.profile.steps[self._kind] += 1
-        self.profile.tokens[self._kind] += self._tokens
+        kind = self.profile[self._kind]
+        kind.steps += 1
+        kind.tokens += self._tokens
         for name, phase in self._step.items():
-            total = self.profile.phases[self._kind][name]
+            total = kind.phases[name]
             total.seconds += phase.seconds
             total.calls += phase.calls
 
@@ -174,15 +177,14 @@ def _operators(engine: Engine, load: Load, prompts: Sequence[list[int]], count: 
 def tables(profile: Profile, operators: Sequence[Operator]) -> list[Table]:
     """For each kind of step, milliseconds, share and calls of each phase, the largest first; then the operators."""
     made = []
-    for kind, phases in profile.phases.items():
-        steps, total = profile.steps[kind], profile.seconds(kind)
+    for kind, found in profile.items():
+        steps, total = found.steps, found.seconds
         title = f"no {kind} steps"
         if steps:
-            each = f"{profile.tokens[kind] / steps:.1f} tokens and {total / steps * 1e3:.2f} ms each"
-            title = f"{steps} {kind} steps, {each}"
+            title = f"{steps} {kind} steps, {found.tokens / steps:.1f} tokens and {total / steps * 1e3:.2f} ms each"
         rows = [
             (name, f"{p.seconds / steps * 1e3:.2f}", f"{p.seconds / total:.1%}", f"{p.calls / steps:g}")
-            for name, p in sorted(phases.items(), key=lambda item: -item[1].seconds)
+            for name, p in sorted(found.phases.items(), key=lambda item: -item[1].seconds)
         ]
         made.append(report.table(title, ("phase", "ms a step", "share", "calls a step"), rows))
     if operators:
@@ -194,13 +196,5 @@ def tables(profile: Profile, operators: Sequence[Operator]) -> list[Table]:
 
 def as_json(profile: Profile, operators: Sequence[Operator]) -> dict[str, Any]:
     """Both; times in seconds, of all steps of a kind together."""
-    kinds = {
-        kind: {
-            "steps": profile.steps[kind],
-            "tokens": profile.tokens[kind],
-            "seconds": profile.seconds(kind),
-            "phases": phases,
-        }
-        for kind, phases in profile.phases.items()
-    }
+    kinds = {kind: {**vars(found), "seconds": found.seconds} for kind, found in profile.items()}
     return {"kinds": kinds, "operators": operators}

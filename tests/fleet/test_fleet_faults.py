@@ -16,9 +16,11 @@ from rollout.weights.store import WeightStore
 from tests.support import tiny_models
 from tests.support.scripted_fleet import Script, ScriptedFleet
 
+Make = Callable[..., ScriptedFleet]
+
 
 @pytest.fixture
-def make() -> Iterator[Callable[..., ScriptedFleet]]:
+def make() -> Iterator[Make]:
     made: list[ScriptedFleet] = []
 
     def make_one(size: int = 2, **options: Any) -> ScriptedFleet:
@@ -28,6 +30,20 @@ def make() -> Iterator[Callable[..., ScriptedFleet]]:
     yield make_one
     for lab in made:
         lab.close()
+
+
+def open_update(lab: ScriptedFleet) -> None:
+    lab.run(lab.call("init_weight_transfer_engine", init_info={"backend": "disk"}))
+    lab.run(lab.call("start_weight_update"))
+
+
+def killed_and_updating(make: Make) -> ScriptedFleet:
+    """Two engines that served a push; the second one has died, and a trainer's update is open."""
+    lab = make()
+    lab.run(lab.push(7, "seven"))
+    lab.kill(1)
+    open_update(lab)
+    return lab
 
 
 def deliver_until(lab: ScriptedFleet, rank: int, method: str) -> Script:
@@ -48,13 +64,9 @@ def deliver_until(lab: ScriptedFleet, rank: int, method: str) -> Script:
     raise AssertionError(f"engine {rank} was never asked for {method}")
 
 
-def test_an_engine_that_dies_twice_is_restored_once_for_each_life(make: Callable[..., ScriptedFleet]) -> None:
+def test_an_engine_that_dies_twice_is_restored_once_for_each_life(make: Make) -> None:
     """The restore of the first life waits for the end of an update, and must not go on with the second life."""
-    lab = make()
-    lab.run(lab.push(7, "seven"))
-    lab.kill(1)
-    lab.run(lab.call("init_weight_transfer_engine", init_info={"backend": "disk"}))
-    lab.run(lab.call("start_weight_update"))
+    lab = killed_and_updating(make)
     for _ in range(20):
         lab.turn()  # copied, and waits for the update's end
     assert "finish_weight_update" in lab.engines[1].calls
@@ -66,9 +78,7 @@ def test_an_engine_that_dies_twice_is_restored_once_for_each_life(make: Callable
     assert lab.serving() == {(1, "seven", 7, False)}
 
 
-def test_an_engine_that_dies_just_after_its_restore_is_not_taken_for_living(
-    make: Callable[..., ScriptedFleet],
-) -> None:
+def test_an_engine_that_dies_just_after_its_restore_is_not_taken_for_living(make: Make) -> None:
     lab = make()
     lab.run(lab.push(7, "seven"))
     lab.kill(1)
@@ -81,13 +91,9 @@ def test_an_engine_that_dies_just_after_its_restore_is_not_taken_for_living(
     assert lab.serving() == {(1, "seven", 7, False)}
 
 
-def test_a_commit_while_an_engine_is_admitted(make: Callable[..., ScriptedFleet]) -> None:
+def test_a_commit_while_an_engine_is_admitted(make: Make) -> None:
     """The one that is left commits just before it says that no update is open: what was copied is old by then."""
-    lab = make()
-    lab.run(lab.push(7, "seven"))
-    lab.kill(1)
-    lab.run(lab.call("init_weight_transfer_engine", init_info={"backend": "disk"}))
-    lab.run(lab.call("start_weight_update"))
+    lab = killed_and_updating(make)
     lab.run(lab.call("update_weights", update_info={"weights": 8}))
     for _ in range(20):
         lab.turn()
@@ -98,7 +104,7 @@ def test_a_commit_while_an_engine_is_admitted(make: Callable[..., ScriptedFleet]
     assert lab.serving() == {(2, "eight", 8, False)}
 
 
-def test_a_process_that_is_gone_unnoticed_does_not_split_a_commit(make: Callable[..., ScriptedFleet]) -> None:
+def test_a_process_that_is_gone_unnoticed_does_not_split_a_commit(make: Make) -> None:
     lab = make(3)
     for dead in range(3):
         pushing = lab.begin(lab.push(7 + dead, f"push {dead}"))
@@ -111,7 +117,7 @@ def test_a_process_that_is_gone_unnoticed_does_not_split_a_commit(make: Callable
         assert lab.serving() == {(dead + 1, f"push {dead}", 7 + dead, False)}
 
 
-def test_all_engines_die_between_prepare_and_commit(make: Callable[..., ScriptedFleet]) -> None:
+def test_all_engines_die_between_prepare_and_commit(make: Make) -> None:
     lab = make()
     pushing = lab.begin(lab.push(7, "seven"))
     for rank in range(2):
@@ -125,7 +131,7 @@ def test_all_engines_die_between_prepare_and_commit(make: Callable[..., Scripted
         pushing.result()
 
 
-def test_figures_are_those_of_the_engine_that_states_them(make: Callable[..., ScriptedFleet]) -> None:
+def test_figures_are_those_of_the_engine_that_states_them(make: Make) -> None:
     lab = make()
     stats, info = lab.begin(lab.fleet.stats(60)), lab.begin(lab.call("weight_info"))
     lab.kill(0)
@@ -134,7 +140,7 @@ def test_figures_are_those_of_the_engine_that_states_them(make: Callable[..., Sc
     assert [each["rank"] for each in info.result()["ranks"]] == [1]
 
 
-def test_an_update_in_place_that_fails_costs_no_restarts(make: Callable[..., ScriptedFleet]) -> None:
+def test_an_update_in_place_that_fails_costs_no_restarts(make: Make) -> None:
     """Nobody has weights to give then: who comes back waits for the next push as the others do."""
     lab = make(restarts=1)
     lab.run(lab.push(7, "seven"))
@@ -152,7 +158,7 @@ def test_an_update_in_place_that_fails_costs_no_restarts(make: Callable[..., Scr
     assert lab.serving() == {(2, "nine", 9, False)}
 
 
-def test_a_source_that_dies_mid_copy_costs_no_restart(make: Callable[..., ScriptedFleet]) -> None:
+def test_a_source_that_dies_mid_copy_costs_no_restart(make: Make) -> None:
     """The receiver's failure comes before the source's death is known."""
     lab = make(3, restarts=1)
     lab.run(lab.push(7, "seven"))
@@ -167,12 +173,8 @@ def test_a_source_that_dies_mid_copy_costs_no_restart(make: Callable[..., Script
     assert [client.error for client in lab.fleet.ranks] == [None] * 3
 
 
-def test_who_has_the_weights_of_the_last_one_serves_them(make: Callable[..., ScriptedFleet]) -> None:
-    lab = make()
-    lab.run(lab.push(7, "seven"))
-    lab.kill(1)
-    lab.run(lab.call("init_weight_transfer_engine", init_info={"backend": "disk"}))
-    lab.run(lab.call("start_weight_update"))
+def test_who_has_the_weights_of_the_last_one_serves_them(make: Make) -> None:
+    lab = killed_and_updating(make)
     for _ in range(20):
         lab.turn()
     lab.kill(0)
@@ -183,7 +185,7 @@ def test_who_has_the_weights_of_the_last_one_serves_them(make: Callable[..., Scr
 
 
 @pytest.mark.parametrize("method", ["pause", "resume"])
-def test_a_pause_or_its_end_while_an_engine_is_admitted(make: Callable[..., ScriptedFleet], method: str) -> None:
+def test_a_pause_or_its_end_while_an_engine_is_admitted(make: Make, method: str) -> None:
     lab = make()
     if method == "resume":
         lab.run(lab.call("pause", mode="keep"))
@@ -198,7 +200,7 @@ def test_a_pause_or_its_end_while_an_engine_is_admitted(make: Callable[..., Scri
     lab.run(lab.call("resume"))
 
 
-def test_those_that_leave_take_no_epoch_along(make: Callable[..., ScriptedFleet]) -> None:
+def test_those_that_leave_take_no_epoch_along(make: Make) -> None:
     """The one that stays comes back when nobody has the weights any more: they are lost, and known by their epoch."""
     lab = make()
     lab.run(lab.push(7, "seven"))
@@ -212,7 +214,7 @@ def test_those_that_leave_take_no_epoch_along(make: Callable[..., ScriptedFleet]
     assert lab.run(lab.push(8, "eight"))["epoch"] == 2
 
 
-def test_what_an_engine_said_before_it_died_is_not_its_successors(make: Callable[..., ScriptedFleet]) -> None:
+def test_what_an_engine_said_before_it_died_is_not_its_successors(make: Make) -> None:
     """Engine 0 dies with a copy of its own epoch 1 in it, paused; then nobody is left to copy from."""
     lab = make()
     lab.kill(0)
@@ -227,7 +229,7 @@ def test_what_an_engine_said_before_it_died_is_not_its_successors(make: Callable
 
 
 @pytest.mark.parametrize("method", ["update_weight_version", "update_weights"])
-def test_what_changes_while_an_engine_joins_reaches_it(make: Callable[..., ScriptedFleet], method: str) -> None:
+def test_what_changes_while_an_engine_joins_reaches_it(make: Make, method: str) -> None:
     """The call waits until the engine is admitted, and comes then before anything else."""
     lab = make()
     lab.run(lab.push(7, "seven"))
@@ -241,7 +243,7 @@ def test_what_changes_while_an_engine_joins_reaches_it(make: Callable[..., Scrip
     assert lab.fleet.ranks[2].restarts == 0
 
 
-def test_all_engines_get_one_owner_and_one_update_id(make: Callable[..., ScriptedFleet]) -> None:
+def test_all_engines_get_one_owner_and_one_update_id(make: Make) -> None:
     """Also of a client that brings none: else their commits could not be told to be of one update."""
     lab = make()
     lab.run(lab.push(7, "seven"))
@@ -254,7 +256,7 @@ def test_all_engines_get_one_owner_and_one_update_id(make: Callable[..., Scripte
     assert one[-1][2] is not None
 
 
-def test_what_one_engine_refuses_is_undone_with_the_ids_of_the_call(make: Callable[..., ScriptedFleet]) -> None:
+def test_what_one_engine_refuses_is_undone_with_the_ids_of_the_call(make: Make) -> None:
     """An undo without them would be a stray call, which an engine refuses, and its update would stay open."""
     lab = make()
     lab.run(lab.call("init_weight_transfer_engine", init_info={"backend": "disk"}, owner="me"))
@@ -266,7 +268,7 @@ def test_what_one_engine_refuses_is_undone_with_the_ids_of_the_call(make: Callab
     assert lab.engines[0].session is None
 
 
-def test_the_last_engine_to_serve_is_about_to_leave(make: Callable[..., ScriptedFleet]) -> None:
+def test_the_last_engine_to_serve_is_about_to_leave(make: Make) -> None:
     lab = make()
     streams = [lab.fleet.submit(lab.request()), lab.fleet.submit(lab.request(), 1)]
     assert [stream.client.rank for stream in streams] == [0, 1]
@@ -282,7 +284,7 @@ def test_the_last_engine_to_serve_is_about_to_leave(make: Callable[..., Scripted
         lab.fleet.submit(lab.request(), 1)
 
 
-def test_work_of_a_stream_that_its_engine_left_is_not_counted(make: Callable[..., ScriptedFleet]) -> None:
+def test_work_of_a_stream_that_its_engine_left_is_not_counted(make: Make) -> None:
     lab = make()
     stream = lab.fleet.submit(lab.request(max_tokens=9), 1)
     assert lab.fleet.ranks[1].work == 9
@@ -292,7 +294,7 @@ def test_work_of_a_stream_that_its_engine_left_is_not_counted(make: Callable[...
     assert lab.fleet.ranks[1].work == 0
 
 
-def test_an_answer_that_is_whole_is_not_begun_again(make: Callable[..., ScriptedFleet]) -> None:
+def test_an_answer_that_is_whole_is_not_begun_again(make: Make) -> None:
     lab = make()
     stream = lab.fleet.submit(lab.request(max_tokens=1))
     rank = stream.client.rank
@@ -305,7 +307,7 @@ def test_an_answer_that_is_whole_is_not_begun_again(make: Callable[..., Scripted
     stream.__exit__(None, None, None)
 
 
-def test_an_engine_that_can_not_be_started_again_says_so(make: Callable[..., ScriptedFleet]) -> None:
+def test_an_engine_that_can_not_be_started_again_says_so(make: Make) -> None:
     lab = make()
     lab.fails_to_start = True
     lab.kill(1)
@@ -314,13 +316,12 @@ def test_an_engine_that_can_not_be_started_again_says_so(make: Callable[..., Scr
         lab.fleet.submit(lab.request(), 1)
 
 
-def test_an_old_trainers_failure_leaves_its_successor_alone(make: Callable[..., ScriptedFleet]) -> None:
+def test_an_old_trainers_failure_leaves_its_successor_alone(make: Make) -> None:
     """Two joins: the first fails on one engine long before the other, when the second trainer's update is open."""
     lab = make()
     first = lab.begin(lab.call("init_weight_transfer_engine", init_info={"backend": "disk"}))
     stuck = [engine.inbox.popleft() for engine in lab.engines.values()]
-    lab.run(lab.call("init_weight_transfer_engine", init_info={"backend": "disk"}))
-    lab.run(lab.call("start_weight_update"))
+    open_update(lab)
     engine = lab.engines[0]
     engine.refuses.add("init_weight_transfer_engine")
     engine.inbox.append(stuck[0])
@@ -334,7 +335,7 @@ def test_an_old_trainers_failure_leaves_its_successor_alone(make: Callable[..., 
     assert lab.run(lab.call("finish_weight_update"))["epoch"] == 1
 
 
-def test_a_whole_update_in_one_call_can_be_aborted(make: Callable[..., ScriptedFleet]) -> None:
+def test_a_whole_update_in_one_call_can_be_aborted(make: Make) -> None:
     lab = make()
     update = lab.begin(lab.call("update_weights", weight_dir=7))
     abort = lab.begin(lab.call("abort_weight_update"))
