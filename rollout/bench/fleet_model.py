@@ -256,29 +256,25 @@ def measured(file: Path) -> dict[str, Any]:
 
     Raises ValueError where the file holds no such figures, OSError where it can't be read.
     """
+    found: dict[str, Any] = {}
     try:
-        found = _measured(json.loads(file.read_text()))
+        figures = json.loads(file.read_text())
+        for load in figures.get("loads", ()):
+            speed, streams = load["servers"][0]["tokens_per_second"]["median"], load["requests"] * load["n"]
+            if streams == 1:
+                found["single_tokens_per_second"] = speed
+            elif speed > found.get("loaded_tokens_per_second", 0.0):
+                found |= {"loaded_tokens_per_second": speed, "loaded_streams": streams}
+        for cost in figures.get("costs", ()):
+            if cost["load"] == "json":
+                found["server_us_per_token"] = cost["server"]["median"]
+        for push in figures.get("pushes", ()):
+            if push["kv_policy"] == "keep":
+                found["weight_bytes"] = push["push_bytes"]
+                found["link_bytes_per_second"] = push["push_bytes"] / push["push_seconds"]
+                found["receive_speed"] = min(1.0, push["throughput_during"] / push["throughput_before"])
     except (ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"{file} isn't what `rollout bench` writes with --json: {error!r}") from None
     if not found:
         raise ValueError(f"{file} has no figures of `rollout bench load`, `http` or `push`")
-    return found
-
-
-def _measured(figures: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for load in figures.get("loads", ()):
-        speed, streams = load["servers"][0]["tokens_per_second"]["median"], load["requests"] * load["n"]
-        if streams == 1:
-            found["single_tokens_per_second"] = speed
-        elif speed > found.get("loaded_tokens_per_second", 0.0):
-            found |= {"loaded_tokens_per_second": speed, "loaded_streams": streams}
-    for cost in figures.get("costs", ()):
-        if cost["load"] == "json":
-            found["server_us_per_token"] = cost["server"]["median"]
-    for push in figures.get("pushes", ()):
-        if push["kv_policy"] == "keep":
-            found["weight_bytes"] = push["push_bytes"]
-            found["link_bytes_per_second"] = push["push_bytes"] / push["push_seconds"]
-            found["receive_speed"] = min(1.0, push["throughput_during"] / push["throughput_before"])
     return found

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+import grpo
+import ppo
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -24,7 +26,6 @@ from trainer_bridge.loop import checkpoint, dashboard
 from trainer_bridge.push.publisher import Publisher
 from trainer_bridge.rollouts import Prompt, RolloutGroup
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 FLAGS = ["--tokens-only", "--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--return-sampling-mask"]
 EXACT = ["--batch-invariant", "--logprobs-mode", "processed_logprobs", "--max-model-len", "256"]
 FILTERED = {"max_tokens": 12, "temperature": 0.9, "top_p": 0.8, "logprobs": 0, "seed": 1, "ignore_eos": True}
@@ -45,20 +46,6 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 def client(server: str) -> Iterator[RolloutClient]:
     with RolloutClient(server) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def examples() -> Iterator[dict[str, ModuleType]]:
-    """The modules of examples/, which import one another."""
-    sys.path.insert(0, str(EXAMPLES))
-    import common
-    import grpo
-    import ppo
-
-    yield {"common": common, "grpo": grpo, "ppo": ppo}
-    sys.path.remove(str(EXAMPLES))
-    for name in ("common", "grpo", "ppo", "tasks"):
-        del sys.modules[name]
 
 
 def sample(client: RolloutClient, groups: int, n: int) -> list[RolloutGroup]:
@@ -100,9 +87,7 @@ def filtered_logprobs(policy: PreTrainedModel, group: RolloutGroup, *, masked: b
     return found
 
 
-def test_a_step_is_that_of_the_loss_by_hand_on_full_logits(
-    client: RolloutClient, model: Path, examples: dict[str, ModuleType]
-) -> None:
+def test_a_step_is_that_of_the_loss_by_hand_on_full_logits(client: RolloutClient, model: Path) -> None:
     with Publisher(client, tiny_models.model("llama")) as publisher:
         publisher.publish(4)
         old_groups = sample(client, 1, 4)
@@ -111,7 +96,7 @@ def test_a_step_is_that_of_the_loss_by_hand_on_full_logits(
         lags = [torch.cat([publisher.lags(choice) for choice in group.choices]) for group in groups]
     policy = moved(tiny_models.model("llama"), by=0.02)
     by_hand = copy.deepcopy(policy)
-    trainer = examples["grpo"].GRPO(policy, torch.optim.SGD(policy.parameters(), lr=1.0), max_lag=3, lag_decay=0.5)
+    trainer = grpo.GRPO(policy, torch.optim.SGD(policy.parameters(), lr=1.0), max_lag=3, lag_decay=0.5)
     found = trainer.step(groups, lags, lambda: None)
 
     loss, ratios = torch.zeros(()), []
@@ -173,7 +158,6 @@ def run(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str | P
 def test_grpo_learns_in_exact_mode_and_logs_what_a_researcher_wants(
     server: str,
     model: Path,
-    examples: dict[str, ModuleType],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -183,8 +167,8 @@ def test_grpo_learns_in_exact_mode_and_logs_what_a_researcher_wants(
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))  # no key: offline without being told
     flags = [model, "--url", server, "--exact", "--output", tmp_path, "--top-p", "0.9", "--max-tokens", "12"]
     flags += ["--learning-rate", "2e-2"]
-    run(examples["grpo"], monkeypatch, *flags, "--steps", "10")
-    run(examples["grpo"], monkeypatch, *flags, "--steps", "16")
+    run(grpo, monkeypatch, *flags, "--steps", "10")
+    run(grpo, monkeypatch, *flags, "--steps", "16")
     printed = capsys.readouterr().out
     assert "step 0 is published" in printed
     assert "step 10 is published" in printed  # the second run went on where the first one ended
@@ -229,12 +213,10 @@ def test_an_answer_that_crossed_a_push_has_two_colours() -> None:
     assert found[0][0] != found[1][0]
 
 
-def test_ppo_learns_with_a_server_of_its_own(
-    model: Path, examples: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ppo_learns_with_a_server_of_its_own(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     flags = ["--learning-rate", "1e-2", "--max-tokens", "12", "--top-k", "50", "--lag-decay", "0.7"]
-    run(examples["ppo"], monkeypatch, model, "--output", tmp_path, "--steps", "14", *flags)
+    run(ppo, monkeypatch, model, "--output", tmp_path, "--steps", "14", *flags)
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     rewards = [step["reward/mean"] for step in steps]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 3 * 0.1
@@ -246,16 +228,16 @@ def test_ppo_learns_with_a_server_of_its_own(
 
 
 def test_a_server_of_other_settings_is_refused(
-    server: str, model: Path, examples: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = {"logprobs_mode": "raw_logprobs", "batch_invariant": False}
     monkeypatch.setattr(RolloutClient, "weight_info", lambda _: info)
     monkeypatch.setenv("WANDB_MODE", "disabled")
     with pytest.raises(SystemExit, match="reports raw_logprobs: serve with --logprobs-mode processed_logprobs"):
-        run(examples["grpo"], monkeypatch, model, "--url", server, "--output", tmp_path)
+        run(grpo, monkeypatch, model, "--url", server, "--output", tmp_path)
     info["logprobs_mode"] = "processed_logprobs"
     with pytest.raises(SystemExit, match="isn't batch-invariant: serve with --batch-invariant, or leave out --exact"):
-        run(examples["grpo"], monkeypatch, model, "--url", server, "--output", tmp_path, "--exact")
+        run(grpo, monkeypatch, model, "--url", server, "--output", tmp_path, "--exact")
 
 
 @pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecatedSince20")  # theirs

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import token_generation_client
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,24 +22,14 @@ FILE = Path(__file__).parents[2] / "examples" / "token_generation_client.py"
 
 
 @pytest.fixture(scope="module")
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("token_generation_client", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["token_generation_client"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
     with text_server.text_server(api_key=("secret",)) as running:
         yield running
 
 
 @pytest.fixture
-def client(example: Any, server: RunningServer) -> Any:
-    return example.TokenClient(server.url, text_server.tokenizer(), "secret")
+def client(server: RunningServer) -> Any:
+    return token_generation_client.TokenClient(server.url, text_server.tokenizer(), "secret")
 
 
 def test_its_prompt_is_the_template_without_a_second_bos(client: Any) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import groupby, pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import tool_agent as agent
 import torch
 from transformers import AutoTokenizer
 
@@ -26,16 +25,6 @@ BLOCK = 4
 
 
 @pytest.fixture(scope="module")
-def agent() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-    import tool_agent
-
-    yield tool_agent
-    sys.path.pop(0)
-    del sys.modules["tool_agent"]
-
-
-@pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutClient]:
     folder = tmp_path_factory.mktemp("agent")
     model = tiny_models.build("llama", folder / "model")
@@ -48,7 +37,7 @@ def cached_tokens(client: RolloutClient) -> float:
     return metrics.of_server(client)["server/prefix_hit_tokens"]
 
 
-def test_turns_with_a_tool_make_one_aligned_sequence(agent: ModuleType, client: RolloutClient) -> None:
+def test_turns_with_a_tool_make_one_aligned_sequence(client: RolloutClient) -> None:
     """The weights change after the second of four turns: every logprob is that of the weights its version names."""
     models = {"step-0": tiny_models.model("llama", 0), "step-1": tiny_models.model("llama", 1)}
     first, inserted = prompt(21), [prompt(length, seed=7) for length in (5, 3, 9)]
@@ -99,7 +88,7 @@ def test_turns_with_a_tool_make_one_aligned_sequence(agent: ModuleType, client: 
     assert hits == [tokens // BLOCK * BLOCK for tokens in known]
 
 
-def test_an_answer_that_is_cut_off_ends_the_episode(agent: ModuleType, client: RolloutClient) -> None:
+def test_an_answer_that_is_cut_off_ends_the_episode(client: RolloutClient) -> None:
     def reply(answer: list[int]) -> list[int]:
         raise AssertionError("it asked for more")
 
@@ -107,7 +96,7 @@ def test_an_answer_that_is_cut_off_ends_the_episode(agent: ModuleType, client: R
     assert sequence.loss_mask == [False] * 5 + [True] * 3
 
 
-def test_lists_of_different_lengths_are_refused(agent: ModuleType) -> None:
+def test_lists_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="3 tokens came with 2 logprobs and 3 versions"):
         agent.Trajectory().append([1, 2, 3], [-1.0, -2.0], ["a", "a", "a"])
 
@@ -123,7 +112,7 @@ def test_lists_of_different_lengths_are_refused(agent: ModuleType) -> None:
         ("calc(x)", "calc(x) failed: only numbers and + - * / are understood, not 'x'"),
     ],
 )
-def test_the_calculator_calculates_and_does_nothing_else(agent: ModuleType, answer: str, said: str | None) -> None:
+def test_the_calculator_calculates_and_does_nothing_else(answer: str, said: str | None) -> None:
     assert agent.calculator(answer) == said
 
 
@@ -145,7 +134,7 @@ class Chat:
         return {"prompt_token_ids": prompt, "choices": [choice]}
 
 
-def test_a_chat_that_was_tokenized_to_other_tokens_is_refused(agent: ModuleType) -> None:
+def test_a_chat_that_was_tokenized_to_other_tokens_is_refused() -> None:
     fine = Chat(([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6]))
     assert agent.run_chat_episode(fine, [], agent.calculator, {}, max_turns=2).token_ids == [1, 2, 3, 4, 5, 6]
     merged = Chat(([1, 2], [3, 4]), ([1, 2, 34, 5], [6]))
@@ -154,9 +143,7 @@ def test_a_chat_that_was_tokenized_to_other_tokens_is_refused(agent: ModuleType)
 
 
 @pytest.mark.smollm2
-def test_a_real_model_uses_the_calculator_and_chat_gives_the_same_sequence(
-    agent: ModuleType, smollm2: Path, tmp_path: Path
-) -> None:
+def test_a_real_model_uses_the_calculator_and_chat_gives_the_same_sequence(smollm2: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     messages = [*agent.SHOTS, {"role": "user", "content": "What is 17 times 24?"}]
     params = {"max_tokens": 24, "temperature": 0.0}
