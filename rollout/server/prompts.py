@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import json
 from functools import lru_cache
 from typing import Any
 
@@ -93,8 +95,10 @@ def _apply_template(tokenizer: Any, chat: ChatFields) -> str:
     if own:  # they would steer transformers rather than the template, past the checks made here
         raise ParameterError(f"chat_template_kwargs can't hold {', '.join(own)}.", "chat_template_kwargs")
     try:
+        has_calls = any((message.model_extra or {}).get("tool_calls") for message in chat.messages)
+        as_objects = has_calls and _reads_objects(tokenizer, chat.chat_template)
         text: str = tokenizer.apply_chat_template(
-            [_conversation_message(message, index) for index, message in enumerate(chat.messages)],
+            [_conversation_message(message, index, as_objects) for index, message in enumerate(chat.messages)],
             tools=chat.tools or None,
             documents=chat.documents,
             chat_template=chat.chat_template,
@@ -114,15 +118,32 @@ def _apply_template(tokenizer: Any, chat: ChatFields) -> str:
     return text
 
 
-def _conversation_message(message: Message, index: int) -> dict[str, Any]:
-    """The message as templates expect it: one text as content, the arguments of tool calls as objects."""
-    fields: dict[str, Any] = {"role": message.role, **(message.model_extra or {})}
+@lru_cache(maxsize=16)
+def _reads_objects(tokenizer: Any, template: str | None) -> bool:
+    """Whether this template prints the arguments of a tool call itself, from an object, or concatenates the client's
+    string, as DeepSeek's do. Found by trial, as llama.cpp does."""
+
+    def told(arguments: Any) -> bool:
+        call = {"id": "probe0001", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        except Exception:  # whatever a template runs into
+            return False
+        # Neither in Python's notation nor as JSON within JSON.
+        return "needle" in text and "'needle'" not in text and '\\"needle' not in text
+
+    return told({"needle": 1}) or not told('{"needle": 1}')
+
+
+def _conversation_message(message: Message, index: int, as_objects: bool) -> dict[str, Any]:
+    """The message as templates expect it: one text as content, also where there is none; tool calls' arguments as
+    objects or as strings."""
+    fields: dict[str, Any] = {"role": message.role, **(message.model_extra or {}), "content": message.content or ""}
     if isinstance(message.content, list):
         fields["content"] = "\n".join(_part_text(part, index) for part in message.content)
-    elif message.content is not None:
-        fields["content"] = message.content
     if isinstance(fields.get("tool_calls"), list):
-        fields["tool_calls"] = [_with_parsed_arguments(call) for call in fields["tool_calls"]]
+        fields["tool_calls"] = [_formed_call(call, as_objects) for call in fields["tool_calls"]]
     return fields
 
 
@@ -138,13 +159,16 @@ def _part_text(part: str | ContentPart, index: int) -> str:
     return part.text
 
 
-def _with_parsed_arguments(call: Any) -> Any:
-    """OpenAI's clients send a call's arguments as JSON in a string; templates print objects. What isn't JSON stays."""
+def _formed_call(call: Any, as_objects: bool) -> Any:
+    """The call with its arguments so. OpenAI's clients send them as JSON in a string, Anthropic's as an object; what
+    isn't JSON stays as it is."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or "arguments" not in function:
         return call
-    try:
-        arguments = msgspec.json.decode(function["arguments"] or "{}")
-    except msgspec.DecodeError:
-        return call
+    arguments = function["arguments"]
+    if as_objects and isinstance(arguments, str):
+        with contextlib.suppress(msgspec.DecodeError):
+            arguments = msgspec.json.decode(arguments or "{}")
+    elif not as_objects and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -344,10 +344,8 @@ def test_with_a_tokenizer(tokenizer_folder: str) -> None:
         params = {"max_tokens": 1, "prompt_logprobs": 1, "bad_words": ["a", " b", "cd"]}
         answer = http.post(PATH, json={"token_ids": [7, 0], "sampling_params": params}).json()
         assert [e["decoded_token"] for e in answer["prompt_logprobs"][1].values()] == ["a", "c"]
-        # "a" also as " a", one token of its own; " b" is two tokens, so no form of "b"; "cd" likewise
+        # "a" also as " a", one token of its own; " b" ends with the token of "b", which is banned anyway; "cd" likewise
         assert server.stats()["added"][-1]["bad_words_token_ids"] == [[0], [2], [1], [3, 4]]
-        refused = http.post(PATH, json={"token_ids": [7], "sampling_params": {"bad_words": ["  "]}})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "bad_words")
 
 
 SHORT = {"token_ids": [5], "sampling_params": {"max_tokens": 2}}

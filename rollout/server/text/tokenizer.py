@@ -85,9 +85,10 @@ class BackgroundTokenizer:
 
 
 def bad_words_token_ids(tokenizer: Any, bad_words: list[str]) -> list[list[int]]:
-    """The token sequences a bad word may take: as it opens a text, and after a space where that is as long.
+    """The token sequences that a bad word may be: as it opens a text, and as it follows a space.
 
-    Same rule as vLLM's `SamplingParams.update_from_tokenizer`. Raises ParameterError without a tokenizer.
+    What is white space alone is banned as it is. Source: vLLM's `SamplingParams.update_from_tokenizer`, which leaves
+    out the second form where it has another number of tokens. Raises ParameterError without a tokenizer.
     """
     if tokenizer is None:
         raise ParameterError(
@@ -95,11 +96,12 @@ def bad_words_token_ids(tokenizer: Any, bad_words: list[str]) -> list[list[int]]
         )
     sequences: list[list[int]] = []
     for word in bad_words:
-        bare = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        text = word.lstrip() or word
+        bare = tokenizer.encode(text, add_special_tokens=False)
         if not bare:
             raise ParameterError(f"bad_words holds a word without a token: {word!r}", "bad_words")
-        spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
         sequences.append(bare)
-        if spaced[0] != bare[0] and len(spaced) == len(bare):
+        spaced = tokenizer.encode(" " + text, add_special_tokens=False)
+        if spaced[-len(bare) :] != bare:  # else the first form ends it too
             sequences.append(spaced)
     return sequences
