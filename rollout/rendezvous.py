@@ -1,15 +1,19 @@
-"""What both ends of a weight broadcast must make alike: the store where they meet, and the NCCL group between them.
+"""What both ends of a weight broadcast must make alike: the store where they meet, the NCCL group between them, and
+which bytes go into each broadcast.
 
 Engines import it, and so does `trainer_bridge`: two copies would drift apart.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -66,3 +70,44 @@ def nccl_group(store: dist.Store, rank: int, world_size: int, device: torch.devi
     index = torch.cuda.current_device() if device.index is None else device.index
     group.eager_connect_single_device(torch.device("cuda", index))
     return group
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a server is told of a tensor before it comes: its checkpoint or module name, dtype on the wire, full shape.
+
+    `count`: only so many elements of it are sent, each with its flat index; None for the whole tensor.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    count: int | None = None
+
+    @property
+    def index_dtype(self) -> torch.dtype:
+        """Of the flat indices."""
+        return torch.int32 if math.prod(self.shape) < 1 << 31 else torch.int64
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        if self.count is None:
+            return math.prod(self.shape) * self.dtype.itemsize
+        return self.count * (self.index_dtype.itemsize + self.dtype.itemsize)
+
+
+T = TypeVar("T", bound=TensorInfo)
+
+
+def packed_groups(infos: Iterable[T], limit: int) -> list[list[T]]:
+    """The tensors of each packed buffer: one is sent once its size exceeds `limit` bytes, the last as it is."""
+    groups: list[list[T]] = []
+    size = limit + 1
+    for info in infos:
+        if size > limit:
+            groups.append([])
+            size = 0
+        groups[-1].append(info)
+        size += info.nbytes
+    return groups

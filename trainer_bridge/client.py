@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
 import httpx
 
@@ -25,8 +26,8 @@ from trainer_bridge.wire import (
     RolloutError,
     Span,
     check_success,
+    connection_errors,
     generate_body,
-    lost_connection,
     not_taken,
     parse_generation,
     read_answer,
@@ -42,6 +43,8 @@ _POLL_S = 0.1
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Pieces = TypeVar("Pieces")
+"""What iterates over the pieces of an answer."""
 
 
 def _timeout(timeout_s: float) -> httpx.Timeout:
@@ -183,7 +186,7 @@ def _awaited(steps: Callable[P, _Steps[T]]) -> Callable[Concatenate[AsyncRollout
     return method
 
 
-class _Settings:
+class _Client(ABC, Generic[Pieces]):
     """What both clients are made of.
 
     `timeout_s` bounds each wait for bytes from the server: for an answer that isn't streamed, the whole generation.
@@ -215,8 +218,24 @@ class _Settings:
         }
         self._open()
 
+    @abstractmethod
     def _open(self) -> None:
-        raise NotImplementedError
+        """Make the connections, with `_options`."""
+
+    def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling_params: Mapping[str, Any] | None = None,
+        *,
+        n: int | None = None,
+        request_id: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Pieces:
+        """`generate` in pieces, as they are sampled. Closing the iterator early aborts the request."""
+        return self._stream(generate_body(prompt_token_ids, sampling_params, n, request_id, extra, stream=True))
+
+    @abstractmethod
+    def _stream(self, body: dict[str, Any]) -> Pieces: ...
 
     def _arguments(self, request: _Request) -> dict[str, Any]:
         """Of httpx's `request`."""
@@ -224,7 +243,7 @@ class _Settings:
         return {"method": request.method, "url": request.path, "json": request.body, "timeout": timeout}
 
 
-class RolloutClient(_Settings):
+class RolloutClient(_Client[Generator[Generation, None, None]]):
     """Talks to one server. Every method raises RolloutError. Safe to share between threads; close it, or use `with`."""
 
     def _open(self) -> None:
@@ -253,23 +272,11 @@ class RolloutClient(_Settings):
     health = _blocking(_health)
     wait_until_ready = _blocking(_wait_until_ready)
 
-    def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling_params: Mapping[str, Any] | None = None,
-        *,
-        n: int | None = None,
-        request_id: str | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> Generator[Generation, None, None]:
-        """`generate` in pieces, as they are sampled. Closing the iterator early aborts the request."""
-        return self._stream(generate_body(prompt_token_ids, sampling_params, n, request_id, extra, stream=True))
-
     def _stream(self, body: dict[str, Any]) -> Generator[Generation, None, None]:
         patience, events = self._patience(), EventParser(body["token_ids"])
         while True:
             try:
-                with self._http.stream("POST", _GENERATE, json=body) as response:
+                with connection_errors(self.base_url), self._http.stream("POST", _GENERATE, json=body) as response:
                     if not response.is_success:
                         response.read()
                         check_success(response)
@@ -277,23 +284,22 @@ class RolloutClient(_Settings):
                         yield from events.feed(data)
                 events.check_done(self.base_url)
                 return
-            except (httpx.HTTPError, RolloutError) as error:
-                failed = error if isinstance(error, RolloutError) else lost_connection(self.base_url, error)
+            except RolloutError as error:
                 if events.began:
-                    raise failed from error
-                time.sleep(patience.pause_s(failed))
+                    raise
+                time.sleep(patience.pause_s(error))
 
     def _answer_to(self, request: _Request) -> Any:
         patience = self._patience()
         while True:
             try:
-                return read_answer(self._http.request(**self._arguments(request)))
-            except (httpx.HTTPError, RolloutError) as error:
-                failed = error if isinstance(error, RolloutError) else lost_connection(self.base_url, error)
-                time.sleep(patience.pause_s(failed))
+                with connection_errors(self.base_url):
+                    return read_answer(self._http.request(**self._arguments(request)))
+            except RolloutError as error:
+                time.sleep(patience.pause_s(error))
 
 
-class AsyncRolloutClient(_Settings):
+class AsyncRolloutClient(_Client[AsyncGenerator[Generation, None]]):
     """`RolloutClient` for asyncio: the same methods, awaited; `stream` is an async generator."""
 
     def _open(self) -> None:
@@ -322,42 +328,30 @@ class AsyncRolloutClient(_Settings):
     health = _awaited(_health)
     wait_until_ready = _awaited(_wait_until_ready)
 
-    def stream(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling_params: Mapping[str, Any] | None = None,
-        *,
-        n: int | None = None,
-        request_id: str | None = None,
-        extra: Mapping[str, Any] | None = None,
-    ) -> AsyncGenerator[Generation, None]:
-        """`generate` in pieces, as they are sampled. Closing the iterator early aborts the request."""
-        return self._stream(generate_body(prompt_token_ids, sampling_params, n, request_id, extra, stream=True))
-
     async def _stream(self, body: dict[str, Any]) -> AsyncGenerator[Generation, None]:
         patience, events = self._patience(), EventParser(body["token_ids"])
         while True:
             try:
-                async with self._http.stream("POST", _GENERATE, json=body) as response:
-                    if not response.is_success:
-                        await response.aread()
-                        check_success(response)
-                    async for data in response.aiter_bytes():
-                        for generation in events.feed(data):
-                            yield generation
+                with connection_errors(self.base_url):
+                    async with self._http.stream("POST", _GENERATE, json=body) as response:
+                        if not response.is_success:
+                            await response.aread()
+                            check_success(response)
+                        async for data in response.aiter_bytes():
+                            for generation in events.feed(data):
+                                yield generation
                 events.check_done(self.base_url)
                 return
-            except (httpx.HTTPError, RolloutError) as error:
-                failed = error if isinstance(error, RolloutError) else lost_connection(self.base_url, error)
+            except RolloutError as error:
                 if events.began:
-                    raise failed from error
-                await asyncio.sleep(patience.pause_s(failed))
+                    raise
+                await asyncio.sleep(patience.pause_s(error))
 
     async def _answer_to(self, request: _Request) -> Any:
         patience = self._patience()
         while True:
             try:
-                return read_answer(await self._http.request(**self._arguments(request)))
-            except (httpx.HTTPError, RolloutError) as error:
-                failed = error if isinstance(error, RolloutError) else lost_connection(self.base_url, error)
-                await asyncio.sleep(patience.pause_s(failed))
+                with connection_errors(self.base_url):
+                    return read_answer(await self._http.request(**self._arguments(request)))
+            except RolloutError as error:
+                await asyncio.sleep(patience.pause_s(error))

@@ -5,6 +5,7 @@ What only a `rollout` server says (a span's epoch and cache state) is None elsew
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -214,8 +215,10 @@ def read_answer(response: httpx.Response) -> Any:
         raise RolloutError(0, "ProtocolError", f"{response.url} answered no JSON: {response.text[:200]!r}") from None
 
 
-def lost_connection(base_url: str, error: httpx.HTTPError) -> RolloutError:
-    """The error of a connection that failed."""
-    lost = RolloutError(0, "TransportError", f"{base_url}: {type(error).__name__}: {error}")
-    lost.__cause__ = error
-    return lost
+@contextlib.contextmanager
+def connection_errors(base_url: str) -> Iterator[None]:
+    """Raise RolloutError for a connection that fails within the block."""
+    try:
+        yield
+    except httpx.HTTPError as error:
+        raise RolloutError(0, "TransportError", f"{base_url}: {type(error).__name__}: {error}") from error

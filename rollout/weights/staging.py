@@ -6,11 +6,12 @@ import hashlib
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from rollout.model.parameters import ParameterSet
+from rollout.rendezvous import TensorInfo
 from rollout.weights.errors import AbandonedError, WeightUpdateError, listing
 from rollout.weights.naming import NameMap, Style, Target
 from rollout.weights.shares import Share
@@ -23,24 +24,10 @@ _CHUNK_BYTES = 64 << 20  # most that a digest copies at once
 
 
 @dataclass(frozen=True)
-class Incoming:
-    """One announced tensor: where it goes, its dtype on the wire, and (a sparse one) how many elements changed."""
+class Incoming(TensorInfo):
+    """One announced tensor, and where it goes."""
 
-    target: Target
-    dtype: torch.dtype
-    count: int | None = None
-
-    @property
-    def index_dtype(self) -> torch.dtype:
-        """Of a sparse tensor's flat indices."""
-        return torch.int32 if math.prod(self.target.size) < 1 << 31 else torch.int64
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the wire."""
-        if self.count is None:
-            return math.prod(self.target.size) * self.dtype.itemsize
-        return self.count * (self.index_dtype.itemsize + self.dtype.itemsize)
+    target: Target = field(kw_only=True)
 
 
 class Staging:
@@ -117,7 +104,7 @@ class Staging:
             elif count is not None and target.alias and self.in_place:
                 problems.append(f"{name}: a sparse update in place must leave out the tied name of {target.slot}")
             else:
-                plan.append(Incoming(target, dtype, count))
+                plan.append(Incoming(name, dtype, target.size, count, target=target))
                 if target.style is not None:
                     styles.setdefault(target.style, name)
             seen.add(name)

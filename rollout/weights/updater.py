@@ -39,8 +39,7 @@ from rollout.weights.ownership import Ownership, with_ids
 from rollout.weights.receiver import Answer, Receiver, TrainerConnection, on_device
 from rollout.weights.store import WeightStore
 from rollout.weights.transport.disk import DiskTransport
-from rollout.weights.update import Update
-from rollout.weights.update_log import UpdateLog
+from rollout.weights.update import Update, UpdateLog
 
 State = Literal["idle", "open", "receiving", "ready", "committed", "aborted"]
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from tests.support.wait import eventually
 from tests.support.weight_updates import MOE, UpdaterServer, llama, same_weights, saved_tensors
+from trainer_bridge.client import RolloutClient
 from trainer_bridge.push import control, transaction
 from trainer_bridge.push.control import DisplacedError, WeightPushError
 from trainer_bridge.push.group import TrainerGroup
@@ -63,16 +64,12 @@ def test_a_moe_under_either_kind_of_name(build, tmp_path):
     assert sums[0] == sums[1]
 
 
-class Endpoint:
-    def __init__(self, base_url, api_key):
-        self.base_url, self.api_key = base_url, api_key
-
-
 def test_a_client_lends_its_address_and_a_default_group_is_left_alone(server, tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     try:
         trained = llama(1)
-        with WeightSender.connect(Endpoint(server.url, "key"), trained, timeout_s=20) as sender:
+        client = RolloutClient(server.url, api_key="key")
+        with WeightSender.connect(client, trained, timeout_s=20) as sender:
             dist.all_reduce(torch.ones(1))
             sender.push("v1")
             dist.all_reduce(torch.ones(1))

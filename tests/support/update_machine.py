@@ -26,7 +26,7 @@ from rollout.weights.receiver import MOST_RECEIVERS
 from rollout.weights.staging import Incoming, Staging
 from rollout.weights.store import MOST_ABANDONED
 from rollout.weights.transport.broadcast import _unpack
-from rollout.weights.update_log import REMEMBERED
+from rollout.weights.update import REMEMBERED
 from tests.support import tiny_models
 from tests.support.engine_utils import engine, ids, logprobs, prompt, request, spans
 from tests.support.push_reference import as_stamped

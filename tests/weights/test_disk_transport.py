@@ -37,7 +37,9 @@ def read(transport, folder, progress=lambda nbytes: None):
         Target(name, name, tuple(shape), (), 0, None, alias=False)
         for name, shape in zip(info.names, info.shapes, strict=True)
     ]
-    plan = [Incoming(t, DTYPES[dtype]) for t, dtype in zip(targets, info.dtype_names, strict=True)]
+    plan = [
+        Incoming(t.name, DTYPES[dtype], t.size, target=t) for t, dtype in zip(targets, info.dtype_names, strict=True)
+    ]
     received = Received()
     transport.receive(info, plan, received, progress)
     return received.tensors
@@ -151,7 +153,8 @@ def test_a_file_replaced_between_its_header_and_its_data_is_refused(tmp_path):
     info = transport.describe(Announcement(path=str(tmp_path)))
     save_file({"a": torch.ones(4)}, tmp_path / "other")
     os.replace(tmp_path / "other", tmp_path / "model.safetensors")
-    plan = [Incoming(Target("a", "a", (4,), (), 0, None, alias=False), torch.float32)]
+    target = Target("a", "a", (4,), (), 0, None, alias=False)
+    plan = [Incoming("a", torch.float32, (4,), target=target)]
     with pytest.raises(WeightUpdateError, match="was changed while it was read"):
         transport.receive(info, plan, Received(), lambda nbytes: None)
 

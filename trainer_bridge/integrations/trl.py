@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
+from rollout.rendezvous import TensorInfo
 from trainer_bridge.client import RolloutClient
 from trainer_bridge.integrations.trl_compat import AsyncGRPOConfig, AsyncGRPOTrainer, replace_cuda_functions
 from trainer_bridge.integrations.trl_worker import LABEL, RolloutWorker
 from trainer_bridge.push.sender import PushResult, WeightSender
-from trainer_bridge.push.sources import TensorInfo, full
+from trainer_bridge.push.sources import full
 
 __all__ = ["RolloutWorker", "WeightTransfer", "log_gap"]
 

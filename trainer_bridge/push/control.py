@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-import httpx
+from trainer_bridge.client import RolloutClient, RolloutError
 
 T = TypeVar("T")
 TURN_S = 15.0
@@ -44,18 +44,6 @@ class DisplacedError(RefusedError):
     """
 
 
-class Endpoint(Protocol):
-    """Anything that knows a server's address and key, such as RolloutClient."""
-
-    @property
-    def base_url(self) -> str:
-        """http://host:port."""
-
-    @property
-    def api_key(self) -> str | None:
-        """The bearer key, if the server wants one."""
-
-
 @dataclass(frozen=True)
 class Committed:
     """A commit of ours on one server: its label, its epoch, and the bytes that the server received."""
@@ -68,41 +56,34 @@ class Committed:
 class ServerControl:
     """One server. `owner` is what tells our calls from another trainer's, `update_id` those of one push from another's.
 
-    `open`: it has an update of ours that it has neither dropped nor (`committed`) committed.
+    `open`: it has an update of ours that it has neither dropped nor committed.
     """
 
     def __init__(self, base_url: str, api_key: str | None, timeout_s: float, owner: str) -> None:
         self.base_url = base_url
-        self.open = self.committed = False
+        self.open = False
         self._ids = {"owner": owner}
         self._timeout_s = timeout_s
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = httpx.Client(base_url=base_url, headers=headers, trust_env=False)
+        self._client = RolloutClient(base_url, api_key=api_key, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Close the connections."""
-        self._http.close()
+        self._client.close()
 
     def call(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, timeout_s: float | None = None
     ) -> dict[str, Any]:
         """The JSON answer. Raises RefusedError for an error (the server has then dropped the update itself)."""
         try:
-            timeout = httpx.Timeout(timeout_s or self._timeout_s, connect=min(10.0, self._timeout_s))
-            response = self._http.request(method, path, json=body, timeout=timeout)
-        except httpx.HTTPError as error:
-            raise WeightPushError(
-                f"{self.base_url}: {method} {path} got no answer: {type(error).__name__}: {error}"
-            ) from error
-        if response.status_code >= 400:
+            answer: dict[str, Any] = self._client.request(method, path, body, timeout_s=timeout_s)
+        except RolloutError as error:
+            if not error.status:
+                raise WeightPushError(f"{method} {path} got no answer: {error}") from error
             self.open = False
-            message, param = _error(response)
-            displaced = response.status_code == 409 and param == "owner"
+            displaced = error.status == 409 and error.param == "owner"
             raise (DisplacedError if displaced else RefusedError)(
-                f"{self.base_url}: {method} {path} was refused with {response.status_code}: {message}",
-                response.status_code,
-            )
-        answer: dict[str, Any] = response.json()
+                f"{self.base_url}: {method} {path} was refused with {error.status}: {error.message}", error.status
+            ) from error
         return answer
 
     def wait_for_turn(self) -> None:
@@ -120,7 +101,7 @@ class ServerControl:
         """Open an update."""
         self._ids["update_id"] = update_id
         self.update_call("start", body)
-        self.open, self.committed = True, False
+        self.open = True
 
     def update_call(
         self, name: Literal["start", "finish", "abort"], body: dict[str, Any], *, timeout_s: float | None = None
@@ -140,7 +121,7 @@ class ServerControl:
             raise
         except WeightPushError as error:
             answer = self._look_up_commit(error, body)
-        self.open, self.committed = False, True
+        self.open = False
         return Committed(answer["weight_version"], int(answer["epoch"]), int(answer.get("bytes", 0)))
 
     def _look_up_commit(self, lost: WeightPushError, body: dict[str, Any]) -> dict[str, Any]:
@@ -205,12 +186,3 @@ def result(future: Future[T], what: str) -> T:
         raise
     except Exception as error:
         raise WeightPushError(f"{what}: {error}") from error
-
-
-def _error(response: httpx.Response) -> tuple[str, str | None]:
-    """What an error's body says, and the field that it names."""
-    try:
-        error = response.json()["error"]
-        return str(error["message"]), error.get("param")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return response.text[:500], None

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from trainer_bridge.push.sources import TensorInfo
+from rollout.rendezvous import TensorInfo
 
 SHARD_BYTES = 1 << 30
 _TEMPORARY = "writing-"

@@ -12,8 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from rollout.rendezvous import PREFIX, nccl_group
-from trainer_bridge.push.sources import TensorInfo
+from rollout.rendezvous import PREFIX, TensorInfo, nccl_group
 
 Backend = Literal["gloo", "nccl"]
 
@@ -66,19 +65,6 @@ def store_address(addresses: Sequence[str]) -> str:
     if len(outside) > 1:
         return "::" if any(":" in address for address in outside) else "0.0.0.0"
     return next(iter(outside or addresses))
-
-
-def packed_groups(infos: list[TensorInfo], limit: int) -> list[list[TensorInfo]]:
-    """The tensors of each packed buffer: one is sent once its size exceeds `limit` bytes, the last as it is."""
-    groups: list[list[TensorInfo]] = []
-    size = limit + 1
-    for info in infos:
-        if size > limit:
-            groups.append([])
-            size = 0
-        groups[-1].append(info)
-        size += info.nbytes
-    return groups
 
 
 def buffers(

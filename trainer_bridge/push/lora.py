@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer_bridge.push.sources import TensorInfo, full, named_tensors, plain_name, without_ddp
+from rollout.rendezvous import TensorInfo
+from trainer_bridge.push.sources import full, named_tensors, plain_name, without_ddp
 
 Adapter = tuple[torch.Tensor, torch.Tensor, float]
 """A (r, in), B (out, r), scaling."""

@@ -13,17 +13,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer_bridge.push.control import DisplacedError, Endpoint, ServerControl, WeightPushError
+from rollout.rendezvous import TensorInfo
+from trainer_bridge.client import RolloutClient
+from trainer_bridge.push.control import DisplacedError, ServerControl, WeightPushError
 from trainer_bridge.push.folder import PushFolder
 from trainer_bridge.push.group import Backend
-from trainer_bridge.push.sources import ModuleSource, StateDictSource, TensorInfo, WeightSource
+from trainer_bridge.push.sources import ModuleSource, StateDictSource, WeightSource
 from trainer_bridge.push.sparse import Baseline, digested
 from trainer_bridge.push.transaction import Load, ServerGroup
 
@@ -73,7 +74,7 @@ class WeightSender:
     @classmethod
     def connect(
         cls,
-        client: str | Endpoint | Sequence[str | Endpoint],
+        client: str | RolloutClient | Sequence[str | RolloutClient],
         model: nn.Module | dict[str, torch.Tensor] | WeightSource | None,
         *,
         backend: Backend | Literal["disk"] | None = None,
@@ -181,9 +182,7 @@ class WeightSender:
     def __enter__(self) -> WeightSender:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # Ranks of a sharded trainer.

@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rollout.rendezvous import TensorInfo
+
 # What wrappers (torch.compile, activation checkpointing) put into parameter names.
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What the server is told of a tensor before it comes: its checkpoint or module name, dtype, and full shape.
-
-    `count`: only so many elements of it are sent, each with its flat index; None for the whole tensor.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    count: int | None = None
-
-    @property
-    def index_dtype(self) -> torch.dtype:
-        """Of the flat indices."""
-        return torch.int32 if math.prod(self.shape) < 1 << 31 else torch.int64
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the wire."""
-        if self.count is None:
-            return math.prod(self.shape) * self.dtype.itemsize
-        return self.count * (self.index_dtype.itemsize + self.dtype.itemsize)
 
 
 class WeightSource(Protocol):

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from trainer_bridge.push.sources import TensorInfo
+from rollout.rendezvous import TensorInfo
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from rollout.rendezvous import host_store
+from rollout.rendezvous import TensorInfo, host_store, packed_groups
 from rollout.two_phase import TwoPhaseCommit
 from trainer_bridge.push.control import (
     Committed,
@@ -25,8 +25,7 @@ from trainer_bridge.push.control import (
     on_all,
     result,
 )
-from trainer_bridge.push.group import Backend, TrainerGroup, buffers, packed_groups, store_address
-from trainer_bridge.push.sources import TensorInfo
+from trainer_bridge.push.group import Backend, TrainerGroup, buffers, store_address
 
 LEAVE_S = 3.0
 # Large enough that the cost of a broadcast vanishes, small enough that neither side misses the memory.

@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from rollout.weights.bodies import Announcement
 from rollout.weights.staging import Incoming, Staging
 
 
-class Transport(Protocol):
-    """One trainer's connection. Its methods may block; every wait in them ends by the timeout that it was made with."""
+class Transport(ABC):
+    """One trainer's connection. Its methods may block; every wait in them ends by the timeout that it was made with.
 
-    @property
-    def name(self) -> str:
-        """gloo, nccl or disk."""
+    `name` is gloo, nccl or disk, `peer` where the trainer is met, for messages. `spent_by_failure`: its group can't be
+    used again after an update that failed.
+    """
 
-    @property
-    def peer(self) -> str:
-        """Where the trainer is met, for messages."""
+    name: str
+    peer: str
+    spent_by_failure = False
 
-    @property
-    def spent_by_failure(self) -> bool:
-        """Whether the group can't be used again after an update that failed."""
-
-    def connect(self) -> None:
+    def connect(self) -> None:  # noqa: B027
         """Meet the trainer. Raises WeightUpdateError."""
 
+    @abstractmethod
     def describe(self, info: Announcement) -> Announcement:
         """The announcement with names, dtypes and shapes filled in. Raises WeightUpdateError 400."""
 
+    @abstractmethod
     def receive(
         self, info: Announcement, plan: list[Incoming], staging: Staging, progress: Callable[[int], Any]
     ) -> None:
@@ -37,9 +36,11 @@ class Transport(Protocol):
 
     def gone(self) -> bool:
         """Whether the trainer is known to have left, or to have died. At once, from any thread."""
+        return False
 
+    @abstractmethod
     def interrupt(self) -> None:
         """End a `describe` or `receive` with AbandonedError, now or later; from any thread."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Leave the group."""

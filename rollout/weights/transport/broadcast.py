@@ -15,17 +15,18 @@ import pickletools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from rollout.rendezvous import PREFIX, nccl_group
+from rollout.rendezvous import PREFIX, nccl_group, packed_groups
 from rollout.weights.bodies import Announcement, InitInfo
 from rollout.weights.errors import AbandonedError, WeightUpdateError
 from rollout.weights.staging import Incoming, Staging
+from rollout.weights.transport import Transport
 
 _UNIQUE_ID_BYTES = 128
 _POLL_S = 0.0005
@@ -149,7 +150,7 @@ class VllmNcclGroup:
             self._comm = ctypes.c_void_p()
 
 
-class BroadcastTransport:
+class BroadcastTransport(Transport):
     """Receives what `update_info` announces from the trainer's broadcasts."""
 
     spent_by_failure = True
@@ -287,20 +288,6 @@ class BroadcastTransport:
         if self._watched is not None:
             self._watched.close()
             self._watched = None
-
-
-def packed_groups(plan: list[Incoming], limit: int) -> Iterator[list[Incoming]]:
-    """The items of each packed buffer: a buffer is sent once its size exceeds `limit` bytes, the last one as it is."""
-    group: list[Incoming] = []
-    size = 0
-    for item in plan:
-        group.append(item)
-        size += item.nbytes
-        if size > limit:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
 
 
 def _unpack(buffer: torch.Tensor, group: list[Incoming], staging: Staging) -> None:

@@ -28,6 +28,7 @@ import torch
 from rollout.weights.bodies import Announcement
 from rollout.weights.errors import AbandonedError, WeightUpdateError
 from rollout.weights.staging import DTYPES, Incoming, Staging
+from rollout.weights.transport import Transport
 
 T = TypeVar("T")
 
@@ -82,7 +83,7 @@ class _Stored:
     nbytes: int
 
 
-class DiskTransport:
+class DiskTransport(Transport):
     """Reads the folder that `update_info.path` names: the files of its index, or else every *.safetensors file.
 
     There is nobody to meet. A read that brings nothing for `timeout_s` seconds ends the update.
@@ -90,16 +91,12 @@ class DiskTransport:
 
     name = "disk"
     peer = "the disk"
-    spent_by_failure = False
 
     def __init__(self, timeout_s: float = 300.0) -> None:
         self._timeout_s = timeout_s
         self._found: dict[str, _Stored] = {}
         self._step: Future[Any] = Future()
         self._interrupted = False
-
-    def connect(self) -> None:
-        """Nothing to do."""
 
     def describe(self, info: Announcement) -> Announcement:
         """The names, dtypes and shapes in the files' headers.
@@ -143,13 +140,6 @@ class DiskTransport:
         """End with AbandonedError what waits for the disk, now or later. Any thread may call it."""
         self._interrupted = True
         self._step.cancel()
-
-    def gone(self) -> bool:
-        """Never: nobody is connected."""
-        return False
-
-    def close(self) -> None:
-        """Nothing to do."""
 
     @contextlib.contextmanager
     def _read(self, work: Generator[T]) -> Iterator[Iterator[T]]:
