@@ -75,37 +75,28 @@ class SamplingParams:
         self._validate_ranges()
         self._validate_counts(vocab_size, max_logprobs, max_num_seqs)
         self._validate_ids(vocab_size)
-        self._validate_stop()
-        self._validate_bad_words()
+        self._validate_strings()
 
-    def _validate_bad_words(self) -> None:
-        if len(self.bad_words) > MAX_BAD_WORDS:
-            raise ParameterError(
-                f"bad_words must hold at most {MAX_BAD_WORDS} strings, got {len(self.bad_words)}.", "bad_words"
-            )
-        if any(not w for w in self.bad_words):
-            raise ParameterError("bad_words cannot contain an empty string.", "bad_words")
-        longest = max(map(len, self.bad_words), default=0)
-        if longest > MAX_BAD_WORD_LENGTH:
-            raise ParameterError(
-                f"bad_words must hold strings of at most {MAX_BAD_WORD_LENGTH} characters, got one of {longest}.",
-                "bad_words",
-            )
+    def _validate_strings(self) -> None:
+        def check(name: str, most: int, longest: int) -> None:
+            strings = getattr(self, name)
+            if len(strings) > most:
+                raise ParameterError(f"{name} must hold at most {most} strings, got {len(strings)}.", name)
+            if (length := max(map(len, strings), default=0)) > longest:
+                raise ParameterError(
+                    f"{name} must hold strings of at most {longest} characters, got one of {length}.", name
+                )
 
-    def _validate_stop(self) -> None:
-        if any(not s for s in self.stop):
+        if "" in self.stop:
             raise ParameterError("stop cannot contain an empty string.")
         if self.stop and not self.detokenize:
             raise ParameterError(
                 "stop strings are only supported when detokenize is True. Set detokenize=True to use stop."
             )
-        if len(self.stop) > MAX_STOPS:
-            raise ParameterError(f"stop must hold at most {MAX_STOPS} strings, got {len(self.stop)}.", "stop")
-        longest = max(map(len, self.stop), default=0)
-        if longest > MAX_STOP_LENGTH:
-            raise ParameterError(
-                f"stop must hold strings of at most {MAX_STOP_LENGTH} characters, got one of {longest}.", "stop"
-            )
+        check("stop", MAX_STOPS, MAX_STOP_LENGTH)
+        if "" in self.bad_words:
+            raise ParameterError("bad_words cannot contain an empty string.", "bad_words")
+        check("bad_words", MAX_BAD_WORDS, MAX_BAD_WORD_LENGTH)
 
     def _validate_ranges(self) -> None:
         def check(name: str, ok: bool, expected: str) -> None:

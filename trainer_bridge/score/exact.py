@@ -185,15 +185,15 @@ def attention_forward(  # noqa: PLR0913
     if dropout:
         raise ValueError(f"attention dropout ({dropout}) can't be exact: call model.eval()")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    attend = functools.partial(_attend, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+    params = AttentionParams(scaling, sliding_window or None, softcap or None, s_aux)
     if query.shape[0] > 1:
-        return attend(query, key, value), None
+        return _attend(query, key, value, params), None
     if position_ids is None:
         raise ValueError(f"{type(module).__name__} doesn't tell its attention the positions: use a batch of rows")
     pieces = []
     for start, end, shared in _sequences(position_ids[0]):
         tokens = (torch.cat([t[:, :, shared], t[:, :, start:end]], 2) for t in (query, key, value))
-        pieces.append(attend(*tokens)[:, shared.stop - shared.start :])
+        pieces.append(_attend(*tokens, params)[:, shared.stop - shared.start :])
     return torch.cat(pieces, 1), None
 
 
@@ -218,28 +218,16 @@ def _sequences(positions: Tensor) -> list[tuple[int, int, slice]]:
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
     """Sequences of one length: query (batch, heads, length, dim) → (batch, length, heads, value_dim)."""
     batch, heads, length, dim = query.shape
     kv_heads = key.shape[1]
-    logits = query.new_empty(0) if sinks is None else sinks
     output: Tensor = _ChunkedAttention.apply(  # type: ignore[no-untyped-call]
         query.reshape(batch * kv_heads, heads // kv_heads, length, dim),
         key.flatten(0, 1),
         value.flatten(0, 1),
-        logits,
-        scaling,
-        window or None,
-        softcap or None,
+        params.sinks,
+        params,
     )
     return output.reshape(batch, heads, length, -1).transpose(1, 2)
 
@@ -289,29 +277,33 @@ class _ChunkedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, params: AttentionParams
     ) -> Tensor:
-        """query (rows, groups, length, dim), key and value (rows, length, dim), sinks (heads,) or empty."""
+        """query (rows, groups, length, dim), key and value (rows, length, dim), sinks (heads,), those of `params`."""
+        length = query.shape[2]
         if native.serves_attention(key.shape[-1], query.dtype, query.device):
-            params = AttentionParams(scaling, window, softcap, sinks if sinks.numel() else None)
             output, lse = native.attend_causally(query, key, value, params)
         else:
-            output, lse = _attend_in_torch(query, key, value, sinks, scaling, window, softcap)
+            fill = (0, 0, 0, -length % CHUNK)
+            output, lse = attend_causally(
+                query * params.scaling,
+                pad(key, fill),
+                pad(value, fill),
+                length,
+                window=params.window,
+                softcap=params.softcap,
+                sinks=None if sinks is None else _per_row(sinks, query),
+                exact=True,
+            )
         ctx.save_for_backward(query, key, value, sinks, output, lse)
-        ctx.scaling, ctx.window, ctx.softcap = scaling, window, softcap
+        ctx.params = params
         return output.to(query.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of query, key, value and sinks, in their dtypes."""
         query, key, value, sinks, output, lse = ctx.saved_tensors
+        scaling, window, softcap = ctx.params.scaling, ctx.params.window, ctx.params.softcap
         grad, output = gradients[0].float(), output.float()
         q, k, v = query.float(), key.float(), value.float()
         length, groups = q.shape[2], q.shape[1]
@@ -320,9 +312,9 @@ class _ChunkedAttention(torch.autograd.Function):
         for start in range(0, length, CHUNK):
             end = min(start + CHUNK, length)
             rows = slice(start, length)  # no earlier query sees the chunk
-            raw = torch.einsum("hgqd,hkd->hgqk", q[:, :, rows], k[:, start:end]) * ctx.scaling
-            scores = torch.tanh(raw / ctx.softcap) * ctx.softcap if ctx.softcap else raw
-            hidden = hidden_by_order(start, length, start, ctx.window, groups, q.device)
+            raw = torch.einsum("hgqd,hkd->hgqk", q[:, :, rows], k[:, start:end]) * scaling
+            scores = torch.tanh(raw / softcap) * softcap if softcap else raw
+            hidden = hidden_by_order(start, length, start, window, groups, q.device)
             if hidden is not None:
                 hidden = hidden.view(groups, length - start, CHUNK)[..., : end - start]
                 scores = scores.masked_fill(hidden, -torch.inf)
@@ -330,33 +322,16 @@ class _ChunkedAttention(torch.autograd.Function):
             grad_v[:, start:end] += torch.einsum("hgqk,hgqd->hkd", weights, grad[:, :, rows])
             grad_weights = torch.einsum("hgqd,hkd->hgqk", grad[:, :, rows], v[:, start:end])
             grad_scores = weights * (grad_weights - share[:, :, rows, None])
-            if ctx.softcap:
-                grad_scores = grad_scores * (1 - (raw / ctx.softcap).tanh() ** 2)
-            grad_scores = grad_scores * ctx.scaling
+            if softcap:
+                grad_scores = grad_scores * (1 - (raw / softcap).tanh() ** 2)
+            grad_scores = grad_scores * scaling
             grad_q[:, :, rows] += torch.einsum("hgqk,hkd->hgqd", grad_scores, k[:, start:end])
             grad_k[:, start:end] += torch.einsum("hgqk,hgqd->hkd", grad_scores, q[:, :, rows])
         grad_sinks = None
-        if sinks.numel():
+        if sinks is not None:
             taken = torch.exp(_per_row(sinks, query)[..., None] - lse) * share
             grad_sinks = -taken.sum(-1).view(-1, sinks.numel()).sum(0).to(sinks.dtype)
-        return grad_q.to(query.dtype), grad_k.to(key.dtype), grad_v.to(value.dtype), grad_sinks, None, None, None
-
-
-def _attend_in_torch(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scaling: float, window: int | None, softcap: float | None
-) -> tuple[Tensor, Tensor]:
-    length = query.shape[2]
-    fill = (0, 0, 0, -length % CHUNK)
-    return attend_causally(
-        query * scaling,
-        pad(key, fill),
-        pad(value, fill),
-        length,
-        window=window,
-        softcap=softcap,
-        sinks=_per_row(sinks, query) if sinks.numel() else None,
-        exact=True,
-    )
+        return grad_q.to(query.dtype), grad_k.to(key.dtype), grad_v.to(value.dtype), grad_sinks, None
 
 
 def _per_row(sinks: Tensor, query: Tensor) -> Tensor:
