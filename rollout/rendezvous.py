@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-PREFIX = "rollout"
+_PREFIX = "rollout"
 """Of all keys of a group in its store."""
 
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
@@ -46,6 +46,11 @@ def host_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
     )
 
 
+def gloo_group(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> Any:
+    """A ProcessGroupGloo. Blocks until all ranks have come."""
+    return dist.ProcessGroupGloo(dist.PrefixStore(_PREFIX, store), rank, world_size, timedelta(seconds=timeout_s))
+
+
 def nccl_group(store: dist.Store, rank: int, world_size: int, device: torch.device, timeout_s: float) -> Any:
     """A ProcessGroupNCCL whose lost peer is an error of the call that waits for it, and of nothing else.
 
@@ -61,7 +66,7 @@ def nccl_group(store: dist.Store, rank: int, world_size: int, device: torch.devi
         before = os.environ.get(_BLOCKING_WAIT)
         os.environ[_BLOCKING_WAIT] = "1"
         try:
-            group = dist.ProcessGroupNCCL(dist.PrefixStore(PREFIX, store), rank, world_size, options)
+            group = dist.ProcessGroupNCCL(dist.PrefixStore(_PREFIX, store), rank, world_size, options)
         finally:
             if before is None:
                 del os.environ[_BLOCKING_WAIT]

@@ -7,6 +7,7 @@ import logging
 import os
 import queue
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -115,12 +116,8 @@ class EngineProcess:
         self._decode = msgspec.msgpack.Decoder(ToEngine).decode
         self._draining: list[int] = []
         self._answers: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self._wake: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        address = f"inproc://engine-wake-{id(self)}"
-        self._wake.bind(address)
-        self._waker: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PAIR)
-        self._waker.connect(address)
-        self._waker_lock = threading.Lock()
+        self._wake, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
@@ -152,8 +149,11 @@ class EngineProcess:
     def turn(self) -> None:
         """One turn of the loop; blocks while there is nothing to do."""
         busy = self.engine.has_work and not self.engine.paused
-        for socket, _ in self._poller.poll(0 if busy else None):
-            self._receive(socket)
+        ready = dict(self._poller.poll(0 if busy else None))
+        if self._wake.fileno() in ready:
+            self._wake.recv(4096)
+        while self.inbox.poll(0):
+            self._handle(self._decode(self.inbox.recv()))
         self.engine.commit_weights()  # the step would, but the trainer need not wait for the rest of it
         while not self._answers.empty():
             self._send(self._answers.get())
@@ -166,16 +166,10 @@ class EngineProcess:
 
     def wake(self) -> None:
         """Let the loop turn once more; any thread may call it."""
-        with self._waker_lock:
-            self._waker.send(b"")
+        with contextlib.suppress(BlockingIOError):  # it has been woken often enough
+            self._waker.send(b"\0")
 
     # -- messages
-
-    def _receive(self, socket: zmq.Socket[bytes]) -> None:
-        while socket.poll(0):
-            data = socket.recv()
-            if socket is self.inbox:
-                self._handle(self._decode(data))
 
     def _handle(self, message: ToEngine) -> None:
         match message:
@@ -240,7 +234,7 @@ class EngineProcess:
     def _call_restore(self, call: Call) -> dict[str, Any]:
         """Take the place of an engine that has died; its last EngineState says where to go on from."""
         self.engine.restore(EngineState(**call.params["state"]), call.params["reason"], call.params.get("source"))
-        return {"weights": "valid" if self.engine.store.valid else "invalid", "restarted": self.engine.restarted}
+        return {"weights": self.engine.store.validity, "restarted": self.engine.restarted}
 
     def _call_offer_weights(self, call: Call) -> dict[str, Any] | None:
         """Send what serves to another engine of the fleet."""

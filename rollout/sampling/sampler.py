@@ -51,7 +51,11 @@ class Sampler:
         if not rows:
             return []
         filtered = self._needed_filtered(logits, rows)
-        tokens = _draw_scaled(logits, rows) if filtered is None else _choose(filtered, rows)
+        if filtered is None:
+            temperatures = torch.tensor([row.filters.temperature for row in rows])
+            tokens = _draw_natively(logits, temperatures, torch.from_numpy(uniforms(rows)))
+        else:
+            tokens = _choose(filtered, rows)
         source = logits if filtered is None or self.logprobs_mode == "raw_logprobs" else filtered
         groups: dict[int, list[int]] = defaultdict(list)  # rows by the number of logprobs they ask for
         masked, tracked = [], []
@@ -127,13 +131,6 @@ def _choose(filtered: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         noise = torch.from_numpy(uniforms([rows[r] for r in drawn])).to(filtered.device)
         tokens[drawn] = draw(_take(filtered, drawn), noise)
     return tokens
-
-
-def _draw_scaled(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """What `_choose` gives for rows of which only the temperature is asked, without the copy that it works on."""
-    return _draw_natively(
-        logits, torch.tensor([row.filters.temperature for row in rows]), torch.from_numpy(uniforms(rows))
-    )
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:

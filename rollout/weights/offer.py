@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from contextlib import ExitStack
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from rollout.rendezvous import PREFIX, host_store
+from rollout.rendezvous import gloo_group, host_store
 from rollout.weights.receiver import beside_decoding
 from rollout.weights.store import WeightStore
 
@@ -28,7 +26,6 @@ def offer_weights(store: WeightStore, timeout_s: float, world_size: int, address
     """
     with ExitStack() as failing:
         tensors = failing.enter_context(store.snapshot())
-        limit = timedelta(seconds=timeout_s)
         rendezvous = host_store(address, world_size, timeout_s)
         answer = {
             "port": rendezvous.port,
@@ -44,7 +41,7 @@ def offer_weights(store: WeightStore, timeout_s: float, world_size: int, address
         with reading, beside_decoding(tensors):
             gathered = store.gather(tensors)
             try:
-                group: Any = dist.ProcessGroupGloo(dist.PrefixStore(PREFIX, rendezvous), 0, world_size, limit)
+                group = gloo_group(rendezvous, 0, world_size, timeout_s)
                 for _, tensor in gathered:
                     group.broadcast(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8), 0).wait()
             except RuntimeError as error:

@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,15 +36,16 @@ class Receiver:
 
     `expire` is called on that thread while it waits for the trainer's next call. `lock` is the updater's, under which
     the thread changes what its calls read. `spent` says why no update can come over this connection any more.
+    `timeout_s` is the transport's.
     """
 
     def __init__(
-        self, transport: Transport, timeout_s: float, expire: Callable[[Receiver], None], lock: threading.RLock
+        self, transport: Transport, device: torch.device, expire: Callable[[Receiver], None], lock: threading.RLock
     ) -> None:
-        self.transport, self.timeout_s = transport, timeout_s
+        self.transport, self.timeout_s = transport, transport.timeout_s
         self.joined = self.stopped = False
         self.spent: str | None = None
-        self._expire, self._lock = expire, lock
+        self._device, self._expire, self._lock = device, expire, lock
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"weights-{transport.name}", daemon=True)
         self._thread.start()
@@ -58,23 +59,19 @@ class Receiver:
         """Run `job` after those submitted before."""
         self._jobs.put(job)
 
-    def join(
-        self, answer: Answer, result: dict[str, Any], on_device: Callable[[], AbstractContextManager[None]]
-    ) -> None:
+    def join(self, answer: Answer, result: dict[str, Any]) -> None:
         """Meet the trainer, on the thread; `answer` gets `result`, or what went wrong."""
-        self.submit(lambda: self._join(answer, result, on_device))
+        self.submit(lambda: self._join(answer, result))
         # The store's handshake and the group's each keep to the timeout, unless whoever listens there never speaks.
         deadline = threading.Timer(2 * self.timeout_s + 1, self._give_up_joining, (answer,))
         deadline.daemon = True
         deadline.start()
         answer.add_done_callback(lambda _: deadline.cancel())
 
-    def _join(
-        self, answer: Answer, result: dict[str, Any], on_device: Callable[[], AbstractContextManager[None]]
-    ) -> None:
+    def _join(self, answer: Answer, result: dict[str, Any]) -> None:
         failure: WeightUpdateError | None = None
         try:
-            with on_device():
+            with on_device(self._device):
                 self.transport.connect()
         except Exception as error:
             failure = as_update_error(error)
@@ -154,8 +151,8 @@ class TrainerConnection:
         self._receiver: Receiver | None = None
         self._all: list[Receiver] = []
 
-    def transport_for(self, info: InitInfo) -> tuple[Transport, float]:
-        """The transport that a trainer asks for, and its timeout in seconds. Raises WeightUpdateError 400."""
+    def transport_for(self, info: InitInfo) -> Transport:
+        """The transport that a trainer asks for. Raises WeightUpdateError 400."""
         timeout_s = self._timeout_s if info.timeout_s is None else info.timeout_s
         longest = max(LONGEST_TIMEOUT_S, self._timeout_s)
         if not (math.isfinite(timeout_s) and 0 < timeout_s <= longest):
@@ -163,8 +160,8 @@ class TrainerConnection:
                 400, f"init_info.timeout_s must be a positive number of seconds, at most {longest:g}, got {timeout_s}"
             )
         if info.backend == "disk":
-            return DiskTransport(timeout_s), timeout_s
-        return BroadcastTransport(info, timeout_s, self._device), timeout_s
+            return DiskTransport(timeout_s)
+        return BroadcastTransport(info, timeout_s, self._device)
 
     def check_room(self) -> None:
         """Raise WeightUpdateError 503 where too many trainers that nobody waits for still hold threads."""
@@ -176,25 +173,18 @@ class TrainerConnection:
                 "trainers that may be gone, each until its timeout. Try again then",
             )
 
-    def new_receiver(self, transport: Transport, timeout_s: float) -> Receiver:
+    def new_receiver(self, transport: Transport) -> Receiver:
         """A receiver, within the bound. Raises as `check_room`."""
         self.check_room()
-        receiver = Receiver(transport, timeout_s, self._expire, self._lock)
+        receiver = Receiver(transport, self._device, self._expire, self._lock)
         self._all.append(receiver)
         return receiver
 
-    def join(
-        self,
-        transport: Transport,
-        timeout_s: float,
-        answer: Answer,
-        result: dict[str, Any],
-        on_device: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def join(self, transport: Transport, answer: Answer, result: dict[str, Any]) -> None:
         """Leave the trainer of before and meet this one; `answer` gets `result`, or what went wrong."""
         self.leave()
-        self._receiver = self.new_receiver(transport, timeout_s)
-        self._receiver.join(answer, result, on_device)
+        self._receiver = self.new_receiver(transport)
+        self._receiver.join(answer, result)
 
     def receiver(self) -> Receiver:
         """The receiver, where an update can come over it. Raises WeightUpdateError otherwise."""

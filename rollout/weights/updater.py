@@ -153,7 +153,7 @@ class WeightUpdater:
     def _call_init_weight_transfer_engine(self, params: dict[str, Any], answer: Answer) -> None:
         body = parse(params, InitBody)
         info, update = body.init_info, self._update
-        transport, timeout_s = self._trainer.transport_for(info)
+        transport = self._trainer.transport_for(info)
         self._trainer.check_room()
         self._ownership.check_rejoin(body)
         own = self._ownership.owns(body.owner)
@@ -170,7 +170,7 @@ class WeightUpdater:
             again = WeightUpdateError(503, "its trainer has joined again")
             self._abort(update, again if own else self._ownership.displaced("the update"))
         result = {"message": f"Weight transfer initialized ({transport.name})", "owner": body.owner}
-        self._trainer.join(transport, timeout_s, answer, result, self._on_device)
+        self._trainer.join(transport, answer, result)
 
     def _call_start_weight_update(self, params: dict[str, Any], answer: Answer) -> None:
         body = parse(params, StartBody)
@@ -226,7 +226,7 @@ class WeightUpdater:
         self._refuse_second()
         start = StartBody(update_id=body.update_id, handed_out=body.handed_out)
         staging = self._store.admit(start, self._paused())
-        receiver = self._trainer.new_receiver(DiskTransport(self._timeout_s), self._timeout_s)
+        receiver = self._trainer.new_receiver(DiskTransport(self._timeout_s))
         self._update = Update(self._store, receiver, start, staging, single_call=True)
         return self._update
 

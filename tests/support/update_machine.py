@@ -25,6 +25,7 @@ from rollout.weights.errors import WeightUpdateError
 from rollout.weights.receiver import MOST_RECEIVERS
 from rollout.weights.staging import Incoming, Staging
 from rollout.weights.store import MOST_ABANDONED
+from rollout.weights.transport import Transport
 from rollout.weights.transport.broadcast import _unpack
 from rollout.weights.update import REMEMBERED
 from tests.support import tiny_models
@@ -50,23 +51,19 @@ def sha256(tensor: torch.Tensor) -> str:
     return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
 
 
-class Wire:
+class Wire(Transport):
     """A transport from the test's own memory, received as broadcasts are: straight into staging where that is allowed.
 
     `pieces` are what the trainer sends next; it dies before piece `dies_at`, and stalls before `stalls_at` until `go`.
     """
 
-    name = "memory"
-    peer = "the machine"
+    name, peer, timeout_s = "memory", "the machine", 60.0
     spent_by_failure = True
 
     def __init__(self) -> None:
         self.pieces: list[torch.Tensor] = []
         self.dies_at = self.stalls_at = -1
         self.go, self.stalled = threading.Event(), threading.Event()
-
-    def connect(self) -> None:
-        pass
 
     def describe(self, info: Announcement) -> Announcement:
         return info
@@ -89,13 +86,7 @@ class Wire:
                 _unpack(piece, [item], staging)
             progress(item.nbytes)
 
-    def gone(self) -> bool:
-        return False
-
     def interrupt(self) -> None:
-        pass
-
-    def close(self) -> None:
         pass
 
 
@@ -128,7 +119,7 @@ class Machine:
         config = {"num_gpu_blocks_override": 36, "max_model_len": 80, "max_num_seqs": 5}
         self.engine = engine(folder(), kv_policy=policy, max_num_batched_tokens=chunk, **config)
         self.engine.runner.parameters.method = method
-        self.engine.weights._trainer.transport_for = lambda info: (self.wire, 60.0)  # type: ignore[method-assign]
+        self.engine.weights._trainer.transport_for = lambda info: self.wire  # type: ignore[method-assign]
         self.wire = Wire()
         self.wires = [self.wire]
         self.models: dict[int, PreTrainedModel] = {}

@@ -314,7 +314,8 @@ def test_trainers_that_are_taken_over_in_a_receive_hold_one_set_of_weights_at_mo
 
     def join() -> Wire:
         wire = Wire()
-        monkeypatch.setattr(updater._trainer, "transport_for", lambda info: (wire, 30.0))
+        wire.timeout_s = 30.0
+        monkeypatch.setattr(updater._trainer, "transport_for", lambda info: wire)
         call("init_weight_transfer_engine", init_info={"force": True})
         return wire
 

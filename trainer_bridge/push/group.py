@@ -6,13 +6,12 @@ import ipaddress
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from rollout.rendezvous import PREFIX, TensorInfo, nccl_group
+from rollout.rendezvous import TensorInfo, gloo_group, nccl_group
 
 Backend = Literal["gloo", "nccl"]
 
@@ -28,8 +27,7 @@ class TrainerGroup:
         self._timeout_s = timeout_s
         self._group: Any
         if backend == "gloo":
-            timeout = timedelta(seconds=timeout_s)
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore(PREFIX, store), 0, world_size, timeout)
+            self._group = gloo_group(store, 0, world_size, timeout_s)
         else:
             self._group = nccl_group(store, 0, world_size, device, timeout_s)
         self._abort = backend == "nccl"

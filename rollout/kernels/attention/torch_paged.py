@@ -33,16 +33,6 @@ class SharedChunks:
     valid: Tensor
 
 
-@dataclass(frozen=True)
-class PrefillSegment:
-    """Tokens [start, end) of the row are the last ones of one sequence of `context` positions in `blocks`."""
-
-    start: int
-    end: int
-    context: int
-    blocks: Tensor
-
-
 class TorchAttention(AttentionBackend):
     """Chunked attention over caches of shape (num_blocks, kv_heads, block_size, dim), one pair a layer.
 
@@ -84,23 +74,18 @@ class TorchAttention(AttentionBackend):
         self._decode_plans: dict[int | None, list[SharedChunks]] = {}
         self._decodes = [(batch.block_tables[i], batch.context_lens[i]) for i in decodes]
         self._num_chunks = max((-(-context // CHUNK) for _, context in self._decodes), default=0)
-        self._segments = [
-            PrefillSegment(
-                starts[i],
-                starts[i + 1],
-                batch.context_lens[i],
-                self._blocks(batch.block_tables[i], 0, batch.context_lens[i]),
-            )
-            for i, length in enumerate(lens)
-            if length > 1
+        self._chunks = [
+            (slice(starts[i], starts[i + 1]), context, self._blocks(table, context))
+            for i, (context, table) in enumerate(zip(batch.context_lens, batch.block_tables, strict=True))
+            if lens[i] > 1
         ]
         begun = batch.begun_blocks(self.block_size)
         self._new_blocks = torch.tensor(begun, device=self.device) if begun else None
 
-    def _blocks(self, table: Sequence[int], start: int, end: int) -> Tensor:
-        """The blocks of positions [start, end), filled up with block 0 to whole chunks."""
+    def _blocks(self, table: Sequence[int], context: int) -> Tensor:
+        """The blocks of the first `context` positions, filled up with block 0 to whole chunks."""
         per_chunk = CHUNK // self.block_size
-        used = list(table[start // self.block_size : -(-end // self.block_size)])
+        used = list(table[: -(-context // self.block_size)])
         return torch.tensor(used + [0] * (-len(used) % per_chunk), device=self.device)
 
     def _decode_plan(self, window: int | None) -> list[SharedChunks]:
@@ -144,18 +129,18 @@ class TorchAttention(AttentionBackend):
         sinks = None if params.sinks is None else params.sinks.float().view(keys.shape[1], groups)
         if self._decodes:
             output[self._decode_rows] = self._decode(keys, values, query[:, :, self._decode_rows], params, sinks)
-        for segment in self._segments:
+        for rows, context, blocks in self._chunks:
             attended, _ = attend_causally(
-                query[:, :, segment.start : segment.end],
-                _gather(keys, segment.blocks[None])[0],
-                _gather(values, segment.blocks[None])[0],
-                segment.context,
+                query[:, :, rows],
+                _gather(keys, blocks[None])[0],
+                _gather(values, blocks[None])[0],
+                context,
                 window=params.window,
                 softcap=params.softcap,
                 sinks=sinks,
                 exact=self.exact,
             )
-            output[segment.start : segment.end] = attended.to(output.dtype).permute(2, 0, 1, 3)
+            output[rows] = attended.to(output.dtype).permute(2, 0, 1, 3)
         return output.flatten(1, 2)
 
     def _decode(

@@ -19,6 +19,7 @@ class Transport(ABC):
 
     name: str
     peer: str
+    timeout_s: float
     spent_by_failure = False
 
     def connect(self) -> None:  # noqa: B027

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from rollout.rendezvous import PREFIX, nccl_group, packed_groups
+from rollout.rendezvous import gloo_group, nccl_group, packed_groups
 from rollout.weights.bodies import Announcement, InitInfo
 from rollout.weights.errors import AbandonedError, WeightUpdateError
 from rollout.weights.staging import Incoming, Staging
@@ -51,12 +51,7 @@ class GlooGroup:
     """ProcessGroupGloo: CPU tensors, as bytes. Nothing but its own timeout ends a broadcast, which holds its tensor."""
 
     def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
-        self._group: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore(PREFIX, _store(info, timeout_s)),
-            info.rank_offset,
-            info.world_size,
-            timedelta(seconds=timeout_s),
-        )
+        self._group: Any = gloo_group(_store(info, timeout_s), info.rank_offset, info.world_size, timeout_s)
         self._device = device
 
     def broadcast(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
@@ -178,7 +173,7 @@ class BroadcastTransport(Transport):
             raise WeightUpdateError(
                 400, f"init_info.packed_buffer_size_bytes must be at least 1, got {info.packed_buffer_size_bytes}"
             )
-        self._info, self._timeout_s, self._device = info, timeout_s, device
+        self._info, self.timeout_s, self._device = info, timeout_s, device
         kinds: dict[str, type[GlooGroup] | type[NcclGroup]] = {"gloo": GlooGroup, "nccl": NcclGroup}
         self._kind: Callable[[InitInfo, float, torch.device], Group] = VllmNcclGroup if raw_nccl else kinds[self.name]
         self._group: Group | None = None
@@ -190,13 +185,13 @@ class BroadcastTransport(Transport):
         """Join the trainer's group. Raises WeightUpdateError 503 where it does not come to be in time."""
         where = f"{self._info.master_address}:{self._info.master_port}"
         try:
-            self._group = self._kind(self._info, self._timeout_s, self._device)
+            self._group = self._kind(self._info, self.timeout_s, self._device)
         except (RuntimeError, OSError) as error:
             raise WeightUpdateError(503, f"no group with the trainer at {where}: {_first_line(error)}") from error
         if self._info.master_address is not None:  # its store lives as long as the trainer: it closes this connection
             address = self._info.master_address, self._info.master_port or 0
             with contextlib.suppress(OSError):
-                self._watched = socket.create_connection(address, timeout=self._timeout_s)
+                self._watched = socket.create_connection(address, timeout=self.timeout_s)
                 self._watched.setblocking(False)
 
     def gone(self) -> bool:
@@ -245,7 +240,7 @@ class BroadcastTransport(Transport):
                     progress(item.nbytes)
         except (RuntimeError, TimeoutError) as error:
             raise WeightUpdateError(
-                503, f"the trainer's broadcast was lost or took over {self._timeout_s:g} s: {_first_line(error)}"
+                503, f"the trainer's broadcast was lost or took over {self.timeout_s:g} s: {_first_line(error)}"
             ) from error
 
     def _receive_one(self, item: Incoming, staging: Staging, *, as_bytes: bool) -> None:

@@ -93,7 +93,7 @@ class DiskTransport(Transport):
     peer = "the disk"
 
     def __init__(self, timeout_s: float = 300.0) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._found: dict[str, _Stored] = {}
         self._step: Future[Any] = Future()
         self._interrupted = False
@@ -176,12 +176,12 @@ class DiskTransport(Transport):
             raise AbandonedError
         asked.put(step)
         try:
-            return step.result(self._timeout_s)
+            return step.result(self.timeout_s)
         except CancelledError:
             raise AbandonedError from None
         except TimeoutError:
             raise WeightUpdateError(
-                503, f"a read of the weights brought nothing for {self._timeout_s:g} s: the disk hangs"
+                503, f"a read of the weights brought nothing for {self.timeout_s:g} s: the disk hangs"
             ) from None
         except (OSError, ValueError) as error:
             status = 503 if isinstance(error, OSError) and error.errno in _NOT_THE_CLIENTS else 400
