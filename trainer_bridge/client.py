@@ -13,7 +13,6 @@ import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeAlias, TypeVar
 
 import httpx
@@ -51,26 +50,24 @@ def _timeout(timeout_s: float) -> httpx.Timeout:
     return httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S))
 
 
-@dataclass(frozen=True)
-class _Request:
-    method: str
-    path: str
-    body: Any = None
-    timeout_s: float | None = None
+def _call(method: str, path: str, body: Any = None, timeout_s: float | None = None) -> dict[str, Any]:
+    """A request, as the arguments of httpx's `request`."""
+    timeout = {} if timeout_s is None else {"timeout": _timeout(timeout_s)}
+    return {"method": method, "url": path, "json": body, **timeout}
 
 
-_Steps: TypeAlias = Generator[_Request | float, Any, T]
-"""A method of the clients: it yields requests, whose answers' JSON it is sent, and seconds to sleep."""
+_Steps: TypeAlias = Generator[dict[str, Any] | float, Any, T]
+"""A method of the clients: it yields requests (`_call`), whose answers' JSON it is sent, and seconds to sleep."""
 
 
 def _request(method: str, path: str, body: Any = None, *, timeout_s: float | None = None) -> _Steps[Any]:
     """The JSON that any path answers (None for an empty body)."""
-    return (yield _Request(method, path, body, timeout_s))
+    return (yield _call(method, path, body, timeout_s))
 
 
 def _post(path: str, body: Any = None, *, timeout_s: float | None = None) -> _Steps[Any]:
     """POST `body` as JSON, or nothing, and return the JSON answer."""
-    return (yield _Request("POST", path, body, timeout_s))
+    return (yield _call("POST", path, body, timeout_s))
 
 
 def _generate(
@@ -87,48 +84,48 @@ def _generate(
     sampling parameter has; what only another server knows goes, with the rest, into `extra={"sampling_params": …}`.
     """
     body = generate_body(prompt_token_ids, sampling_params, n, request_id, extra, stream=False)
-    return parse_generation((yield _Request("POST", _GENERATE, body)), body["token_ids"])
+    return parse_generation((yield _call("POST", _GENERATE, body)), body["token_ids"])
 
 
 def _abort(request_ids: Sequence[str]) -> _Steps[int]:
     """End these requests (ids as answers bear them) with finish_reason "abort". Returns how many were running."""
-    return int((yield _Request("POST", "/abort_requests", {"request_ids": list(request_ids)}))["aborted"])
+    return int((yield _call("POST", "/abort_requests", {"request_ids": list(request_ids)}))["aborted"])
 
 
 def _abort_all() -> _Steps[int]:
     """End every running request. Returns how many."""
-    return int((yield _Request("POST", "/abort_requests", {}))["aborted"])
+    return int((yield _call("POST", "/abort_requests", {}))["aborted"])
 
 
 def _pause(mode: PauseMode = "keep") -> _Steps[None]:
     """Stop generating: `keep` freezes running requests, `wait` lets them finish first, `abort` ends them."""
-    yield _Request("POST", f"/pause?mode={mode}")
+    yield _call("POST", f"/pause?mode={mode}")
 
 
 def _resume() -> _Steps[None]:
     """Generate again."""
-    yield _Request("POST", "/resume")
+    yield _call("POST", "/resume")
 
 
 def _is_paused() -> _Steps[bool]:
     """Whether the server is paused."""
-    return bool((yield _Request("GET", "/is_paused"))["is_paused"])
+    return bool((yield _call("GET", "/is_paused"))["is_paused"])
 
 
 def _models() -> _Steps[list[dict[str, Any]]]:
     """The models served, as /v1/models lists them."""
-    return list((yield _Request("GET", "/v1/models"))["data"])
+    return list((yield _call("GET", "/v1/models"))["data"])
 
 
 def _weight_info() -> _Steps[dict[str, Any]]:
     """The weights that serve: `weight_version`, and on a rollout server epoch, state and last error."""
-    return dict((yield _Request("GET", "/weight_info")))
+    return dict((yield _call("GET", "/weight_info")))
 
 
 def _health() -> _Steps[bool]:
     """Whether the server answers and its engine is alive."""
     try:
-        yield _Request("GET", "/health", None, _CONNECT_TIMEOUT_S)
+        yield _call("GET", "/health", None, _CONNECT_TIMEOUT_S)
     except RolloutError:
         return False
     return True
@@ -139,7 +136,7 @@ def _wait_until_ready(timeout_s: float = 120.0) -> _Steps[None]:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            yield _Request("GET", "/health", None, _CONNECT_TIMEOUT_S)
+            yield _call("GET", "/health", None, _CONNECT_TIMEOUT_S)
             return
         except RolloutError:
             if time.monotonic() >= deadline:
@@ -237,11 +234,6 @@ class _Client(ABC, Generic[Pieces]):
     @abstractmethod
     def _stream(self, body: dict[str, Any]) -> Pieces: ...
 
-    def _arguments(self, request: _Request) -> dict[str, Any]:
-        """Of httpx's `request`."""
-        timeout = _timeout(request.timeout_s or self.timeout_s)
-        return {"method": request.method, "url": request.path, "json": request.body, "timeout": timeout}
-
 
 class RolloutClient(_Client[Generator[Generation, None, None]]):
     """Talks to one server. Every method raises RolloutError. Safe to share between threads; close it, or use `with`."""
@@ -289,12 +281,12 @@ class RolloutClient(_Client[Generator[Generation, None, None]]):
                     raise
                 time.sleep(patience.pause_s(error))
 
-    def _answer_to(self, request: _Request) -> Any:
+    def _answer_to(self, request: dict[str, Any]) -> Any:
         patience = self._patience()
         while True:
             try:
                 with connection_errors(self.base_url):
-                    return read_answer(self._http.request(**self._arguments(request)))
+                    return read_answer(self._http.request(**request))
             except RolloutError as error:
                 time.sleep(patience.pause_s(error))
 
@@ -347,11 +339,11 @@ class AsyncRolloutClient(_Client[AsyncGenerator[Generation, None]]):
                     raise
                 await asyncio.sleep(patience.pause_s(error))
 
-    async def _answer_to(self, request: _Request) -> Any:
+    async def _answer_to(self, request: dict[str, Any]) -> Any:
         patience = self._patience()
         while True:
             try:
                 with connection_errors(self.base_url):
-                    return read_answer(await self._http.request(**self._arguments(request)))
+                    return read_answer(await self._http.request(**request))
             except RolloutError as error:
                 await asyncio.sleep(patience.pause_s(error))

@@ -81,29 +81,23 @@ class KVCache:
 
     # -- prefixes
 
-    def match(self, sequence: Sequence, epoch: int) -> list[CachedBlock]:
-        """The longest cached prefix of the sequence, in whole blocks; at least one token is left to compute."""
+    def match(self, sequence: Sequence, epoch: int) -> tuple[list[CachedBlock], Edge | None]:
+        """The longest cached prefix of the sequence, in whole blocks; at least one token is left to compute.
+
+        Also what it would look up next: None where no full block follows.
+        """
+        found: list[CachedBlock] = []
         if not self.enable_prefix_caching or sequence.request.needs_every_prompt_row:
-            return []
+            return found, None
         node: Node = (epoch, sequence.request.cache_salt)
-        found = []
         for index in range((len(sequence.token_ids) - 1) // self.block_size):
-            cached = self._children.get((node, self._tokens(sequence, index)))
+            edge = (node, self._tokens(sequence, index))
+            cached = self._children.get(edge)
             if cached is None:
-                break
+                return found, edge
             found.append(cached)
             node = cached.node
-        return found
-
-    def next_edge(self, sequence: Sequence, epoch: int, matched: list[CachedBlock]) -> Edge | None:
-        """What the sequence would look up after `matched`, None where no full block follows."""
-        index = len(matched)
-        if not self.enable_prefix_caching or sequence.request.needs_every_prompt_row:
-            return None
-        if (index + 1) * self.block_size >= len(sequence.token_ids):
-            return None
-        node: Node = matched[-1].node if matched else (epoch, sequence.request.cache_salt)
-        return node, self._tokens(sequence, index)
+        return found, None
 
     def coming_edge(self, sequence: Sequence, epoch: int) -> Edge | None:
         """The edge that the sequence, which is being computed, enters next; None where it enters none."""

@@ -237,7 +237,6 @@ class EngineProcess:
         return {"weights": self.engine.store.validity, "restarted": self.engine.restarted}
 
     def _call_offer_weights(self, call: Call) -> dict[str, Any] | None:
-        """Send what serves to another engine of the fleet."""
         try:
             with self.engine.weights.gathering():
                 return offer_weights(self.engine.store, **call.params)

@@ -198,8 +198,7 @@ class Scheduler:
                 continue
             if self._prefill_budget < 1:
                 break
-            matched = self.kv.match(sequence, self.epoch)
-            edge = self.kv.next_edge(sequence, self.epoch, matched)
+            matched, edge = self.kv.match(sequence, self.epoch)
             if edge is not None and edge in coming:
                 continue  # another sequence computes this prefix right now: share it when it is there
             self.kv.share([cached.block for cached in matched])

@@ -114,7 +114,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=9), salt=st.sampled_from([None, "a"]))
     def come(self, tokens: list[int], salt: str | None) -> None:
         seq = sequence(tokens, salt)
-        found = self.cache.match(seq, self.epoch)
+        found, _ = self.cache.match(seq, self.epoch)
         blocks = [cached.block for cached in found]
         assert blocks == self.expected(seq)
         for index, block in enumerate(blocks):
@@ -184,11 +184,10 @@ class KVCacheMachine(RuleBasedStateMachine):
     def waiting_for_what_is_coming_pays(self, which: int, tail: list[int]) -> None:
         live = self.live[which % len(self.live)]
         waiter = sequence(live.seq.token_ids + tail, live.seq.request.cache_salt)
-        found = self.cache.match(waiter, self.epoch)
-        edge = self.cache.next_edge(waiter, self.epoch, found)
+        found, edge = self.cache.match(waiter, self.epoch)
         if edge is not None and edge == self.cache.coming_edge(live.seq, self.epoch):
             self.compute(live, len(live.seq.token_ids))
-            assert len(self.cache.match(waiter, self.epoch)) > len(found)
+            assert len(self.cache.match(waiter, self.epoch)[0]) > len(found)
 
     # -- what always holds
 
@@ -213,17 +212,17 @@ def test_a_prefix_is_found_in_its_own_epoch_and_salt_only() -> None:
     seq = sequence([1, 2, 3, 4, 5], "a")
     compute_all(cache, seq, epoch=3)
     again = sequence([1, 2, 3, 4, 9], "a")
-    assert [cached.block for cached in cache.match(again, 3)] == seq.block_table[:2]
-    assert not cache.match(again, 4)
-    assert not cache.match(sequence([1, 2, 3, 4, 9]), 3)
-    assert not cache.match(sequence([1, 0, 3, 4, 9], "a"), 3)
+    assert [cached.block for cached in cache.match(again, 3)[0]] == seq.block_table[:2]
+    assert not cache.match(again, 4)[0]
+    assert not cache.match(sequence([1, 2, 3, 4, 9]), 3)[0]
+    assert not cache.match(sequence([1, 0, 3, 4, 9], "a"), 3)[0]
 
 
 def test_one_token_is_always_left_to_compute() -> None:
     cache = KVCache(NUM_BLOCKS, BLOCK)
     compute_all(cache, sequence([1, 2, 3, 4]), epoch=0)
-    assert len(cache.match(sequence([1, 2, 3, 4]), 0)) == 1
-    assert len(cache.match(sequence([1, 2, 3, 4, 5]), 0)) == 2
+    assert len(cache.match(sequence([1, 2, 3, 4]), 0)[0]) == 1
+    assert len(cache.match(sequence([1, 2, 3, 4, 5]), 0)[0]) == 2
 
 
 def test_the_children_of_an_evicted_block_are_not_found_under_its_successor() -> None:

@@ -88,3 +88,4 @@ def test_folders_that_others_made_are_left_alone(tmp_path: Path) -> None:
     before = set(tmp_path.iterdir()) - {fifo}
     OwnedFolder("rollout-", tmp_path).close()
     assert before <= set(tmp_path.iterdir())
+    assert (precious / ".owner").exists()

@@ -167,8 +167,6 @@ class GroupGenerator:
 
 @dataclass
 class _Answer:
-    """An answer as its pieces arrive."""
-
     pieces: list[Choice] = field(default_factory=list)
     last_token_at: float | None = None
 

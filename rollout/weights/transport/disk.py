@@ -264,7 +264,6 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _headers(folder: Path) -> Generator[dict[str, tuple[_Entry, _Stored]]]:
-    """The tensors of each file."""
     total = 0
     for file in _files(folder):
         with _opened(file) as (descriptor, state):
