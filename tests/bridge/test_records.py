@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,8 @@ def test_records_of_several_writers_at_once_are_all_whole(tmp_path: Path, monkey
 
     class Short(io.FileIO):
         def write(self, data: Any) -> int:
-            return super().write(data[:1000])
+            time.sleep(0.001)  # for the others
+            return super().write(data[:10_000])
 
     monkeypatch.setattr(records, "open", lambda path, mode, **_: Short(path, "a+"), raising=False)
     threads = [threading.Thread(target=lambda n=n: records.append(path, item(n, tokens=5000))) for n in range(8)]
