@@ -59,7 +59,8 @@ class KVCache:
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self._holders[block] = 1
-            self._forget(block)
+            if (edge := self._edge_of.pop(block, None)) is not None:
+                self._children.pop(edge, None)
         return blocks
 
     def share(self, blocks: list[int]) -> None:
@@ -138,8 +139,3 @@ class KVCache:
 
     def _tokens(self, sequence: Sequence, index: int) -> tuple[int, ...]:
         return tuple(sequence.token_ids[index * self.block_size : (index + 1) * self.block_size])
-
-    def _forget(self, block: int) -> None:
-        edge = self._edge_of.pop(block, None)
-        if edge is not None:
-            self._children.pop(edge, None)

@@ -49,17 +49,17 @@ class ModelParameters:
         self.slots: dict[str, Tensor] = {}
         self.sharded: dict[str, Any] = {}
         self.first: dict[str, str] = {}
-        self.buffers: set[str] = set()
         parameters = dict(model.named_parameters(remove_duplicate=False))
         by_identity: dict[int, str] = {}
-        for name, tensor in (parameters | _persistent_buffers(model)).items():
+        stored = model.state_dict().keys()
+        buffers = {n: b for n, b in model.named_buffers() if n in stored and b.is_floating_point()}
+        for name, tensor in (parameters | buffers).items():
             self.first[name] = by_identity.setdefault(id(tensor), name)
             if self.first[name] == name:
                 self.slots[name] = tensor
                 if hasattr(tensor, "_local_tensor"):
                     self.sharded[name], self.slots[name] = tensor, tensor._local_tensor
-                if name not in parameters:
-                    self.buffers.add(name)
+        self.buffers = self.slots.keys() - parameters.keys()
         for tensor in self.slots.values():
             tensor.data = tensor.data.contiguous()
         self.live = ParameterSet({name: tensor.data for name, tensor in self.slots.items()})
@@ -89,8 +89,3 @@ class ModelParameters:
             slot.data = staged.tensors[name]
         self.live = staged
         return live
-
-
-def _persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    stored = model.state_dict().keys()
-    return {n: b for n, b in model.named_buffers() if n in stored and b.is_floating_point()}

@@ -85,8 +85,8 @@ class ModelRunner:
                 padded_rows(config.max_num_batched_tokens),
                 probe=lambda: self.forward([0], one, [0]),
             )
-        self.graphs = self._decode_graphs()
-        if self.graphs is not None:
+        if self._captures:
+            self.graphs = DecodeGraphs(self._model, self.backend, config.max_num_seqs, CudaGraphs(self.device))
             with torch.inference_mode():
                 self.graphs.capture_all(self.parameters.live.graphs)
         self.seconds = {"load": loaded - started, "check_and_cache": time.perf_counter() - loaded}
@@ -204,11 +204,6 @@ class ModelRunner:
         """Whether decode steps are CUDA graphs, if the model lets itself be captured."""
         eager = self.config.enforce_eager or self.config.tensor_parallel_size > 1
         return self.device.type == "cuda" and not eager and self._serves_triton
-
-    def _decode_graphs(self) -> DecodeGraphs | None:
-        if not self._captures:
-            return None
-        return DecodeGraphs(self._model, self.backend, self.config.max_num_seqs, CudaGraphs(self.device))
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int], batch: RaggedBatch, head_rows: list[int]) -> Tensor:
