@@ -6,15 +6,14 @@ The server then samples from W + scaling · B A, and needs to know nothing of ad
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from rollout.rendezvous import TensorInfo
-from trainer_bridge.push.sources import full, named_tensors, plain_name, without_ddp
+from trainer_bridge.push.sources import StateDictSource, full, named_tensors, plain_name, without_ddp
 
 Adapter = tuple[torch.Tensor, torch.Tensor, float]
 """A (r, in), B (out, r), scaling."""
@@ -54,15 +53,7 @@ class _Product:
         return product.mT if self.transposed else product
 
 
-@dataclass
-class _Layer:
-    """A base weight, and what is added to it."""
-
-    weight: torch.Tensor
-    adapters: list[_Product] = field(default_factory=list)
-
-
-class LoraSource:
+class LoraSource(StateDictSource):
     """The base model's tensors under their own names, with adapters merged in as they are when they are sent.
 
     `base` is a module or state dict with `adapters` {name of a weight, with or without ".weight": (A, B, scaling)}; or,
@@ -79,66 +70,58 @@ class LoraSource:
         if adapters is None:
             if not isinstance(base, nn.Module):
                 raise ValueError("a state dict as base needs adapters: {weight name: (A, B, scaling)}")
-            self._layers = _peft_layers(base)
+            weights, added = _peft_layers(base)
         else:
             tensors = named_tensors(base) if isinstance(base, nn.Module) else dict(base)
-            self._layers = {n: _Layer(t) for n, t in tensors.items() if t.is_floating_point()}
+            weights, added = {n: t for n, t in tensors.items() if t.is_floating_point()}, {}
             for name, adapter in adapters.items():
-                weight = name if name in self._layers else f"{name}.weight"
-                if weight not in self._layers:
+                weight = name if name in weights else f"{name}.weight"
+                if weight not in weights:
                     raise ValueError(f"the adapter {name!r} fits no weight of the base model")
-                self._layers[weight].adapters.append(_Product(*adapter))
-        self._drop_ties()
-        for name, layer in self._layers.items():
-            for added in layer.adapters:
-                if added.shape != tuple(layer.weight.shape):
+                added.setdefault(weight, []).append(_Product(*adapter))
+        _drop_ties(weights, added)
+        for name, products in added.items():
+            for product in products:
+                if product.shape != tuple(weights[name].shape):
                     raise ValueError(
-                        f"{name}: B {list(added.b.shape)} times A {list(added.a.shape)} does not fit its shape "
-                        f"{list(layer.weight.shape)}"
+                        f"{name}: B {list(product.b.shape)} times A {list(product.a.shape)} does not fit its shape "
+                        f"{list(weights[name].shape)}"
                     )
-
-    def _drop_ties(self) -> None:
-        """Send a tied weight once, under its first name."""
-        first: dict[int, str] = {}
-        for name, layer in list(self._layers.items()):
-            original = first.setdefault(id(layer.weight), name)
-            if original == name:
-                continue
-            if layer.adapters or self._layers[original].adapters:
-                raise ValueError(f"{name} and {original} are one tied weight: merging an adapter would change both")
-            del self._layers[name]
+        super().__init__(weights)
+        self._added = added
 
     @property
     def distributed(self) -> bool:
         """True where a tensor is a DTensor."""
-        layers = self._layers.values()
-        parts = [t for layer in layers for added in layer.adapters for t in (added.a, added.b)]
-        return any(isinstance(t, DTensor) for t in [*parts, *(layer.weight for layer in layers)])
-
-    @property
-    def device(self) -> torch.device:
-        """The first tensor's device."""
-        return next(iter(self._layers.values())).weight.device
-
-    def infos(self) -> list[TensorInfo]:
-        """Names, dtypes and full shapes of the base weights."""
-        return [TensorInfo(n, layer.weight.dtype, tuple(layer.weight.shape)) for n, layer in self._layers.items()]
+        factors = [t for products in self._added.values() for product in products for t in (product.a, product.b)]
+        return super().distributed or any(isinstance(t, DTensor) for t in factors)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """One merged tensor at a time; DTensors are gathered by all ranks."""
-        for layer in self._layers.values():
-            weight = full(layer.weight)
-            if layer.adapters:
-                exact = torch.promote_types(weight.dtype, torch.float32)
+        for (name, base), weight in zip(self._tensors.items(), super().tensors(), strict=True):
+            merged = weight
+            if name in self._added:
+                exact = torch.promote_types(base.dtype, torch.float32)
                 merged = weight.to(exact)
-                for added in layer.adapters:
-                    merged = merged + added.value(exact).to(merged.device)
-                weight = merged.to(weight.dtype).contiguous()
-            yield weight
+                for product in self._added[name]:
+                    merged = merged + product.value(exact).to(merged.device)
+            yield merged.to(base.dtype).contiguous()
 
 
-def _peft_layers(model: nn.Module) -> dict[str, _Layer]:
-    """The base tensors under their own names, with what the active adapters add to them.
+def _drop_ties(weights: dict[str, torch.Tensor], added: Mapping[str, list[_Product]]) -> None:
+    """Send a tied weight once, under its first name."""
+    first: dict[int, str] = {}
+    for name, weight in list(weights.items()):
+        original = first.setdefault(id(weight), name)
+        if original == name:
+            continue
+        if name in added or original in added:
+            raise ValueError(f"{name} and {original} are one tied weight: merging an adapter would change both")
+        del weights[name]
+
+
+def _peft_layers(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, list[_Product]]]:
+    """The base tensors under their own names, and what the active adapters add to them.
 
     A PEFT layer has its `base_layer` and, per adapter name, tensors called `<what it is>.<adapter>...`. Each tensor of
     an active adapter is either merged or refused.
@@ -152,24 +135,25 @@ def _peft_layers(model: nn.Module) -> dict[str, _Layer]:
         if hasattr(module, "original_module"):
             kind = "trained whole (modules_to_save)" if hasattr(module, "modules_to_save") else "trained in parts"
             raise ValueError(f"{name} is {kind}, by a {type(module).__name__}: that can't be merged")
-    added = {name: _active_adapters(name, module) for name, module in wrapped.items()}
-    layers: dict[str, _Layer] = {}
+    active = {name: _active_adapters(name, module) for name, module in wrapped.items()}
+    weights: dict[str, torch.Tensor] = {}
     for name, tensor in named_tensors(model).items():
         wrapper, inner = _split(name, wrapped)
         if wrapper is not None and not inner.startswith("base_layer."):
-            _check_merged(wrapper, inner, wrapped[wrapper], added[wrapper])
+            _check_merged(wrapper, inner, wrapped[wrapper], active[wrapper])
         elif tensor.is_floating_point():
-            layers[_base_name(name)] = _Layer(tensor)
+            weights[_base_name(name)] = tensor
         elif isinstance(tensor, nn.Parameter):
             raise ValueError(f"{name} is quantized ({tensor.dtype}): the base model must have its weights themselves")
-    for name, products in added.items():
+    added: dict[str, list[_Product]] = {}
+    for name, products in active.items():
         weight = _base_name(f"{name}.{getattr(wrapped[name], 'parameter_name', 'weight')}")
         if not products:
             continue
-        if weight not in layers or _is_quantized(layers[weight].weight):
+        if weight not in weights or _is_quantized(weights[weight]):
             raise ValueError(f"{name}: its base weight is quantized or isn't called {weight}: nothing can be merged in")
-        layers[weight].adapters.extend(products.values())
-    return layers
+        added.setdefault(weight, []).extend(products.values())
+    return weights, added
 
 
 def _split(name: str, wrapped: Mapping[str, nn.Module]) -> tuple[str | None, str]:
