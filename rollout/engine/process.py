@@ -36,7 +36,7 @@ from rollout.messages import (
     ToEngine,
 )
 from rollout.outputs import TokenOutput
-from rollout.weights.errors import WeightUpdateError
+from rollout.weights.errors import WeightUpdateError, as_update_error
 from rollout.weights.offer import offer_weights
 
 logger = logging.getLogger(__name__)
@@ -199,11 +199,9 @@ class EngineProcess:
         error = done.exception()
         if error is None:
             self._answers.put(Reply(call_id, done.result()))
-        elif isinstance(error, WeightUpdateError):
-            self._answers.put(Reply(call_id, error=CallError(error.status, str(error), error.param)))
         else:
-            logger.error("a weight call failed", exc_info=error)
-            self._answers.put(Reply(call_id, error=CallError(500, f"{type(error).__name__}: {error}")))
+            refusal = as_update_error(error)
+            self._answers.put(Reply(call_id, error=CallError(refusal.status, refusal.message, refusal.param)))
         self.wake()
 
     def _call_pause(self, call: Call) -> dict[str, Any] | None:

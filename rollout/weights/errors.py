@@ -26,7 +26,7 @@ class AbandonedError(Exception):
     """Ends a job whose update is over."""
 
 
-def as_update_error(error: Exception) -> WeightUpdateError:
+def as_update_error(error: BaseException) -> WeightUpdateError:
     """What to answer for any failure; one of our own is logged."""
     if isinstance(error, WeightUpdateError):
         return error
