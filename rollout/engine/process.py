@@ -122,7 +122,7 @@ class EngineProcess:
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(self._wake, zmq.POLLIN)
         self.engine = Engine(config, self.wake, died)
-        self._told = self._state()  # the server takes it for granted of an engine that has just started
+        self._sent_state = self._state()  # the server takes it for granted of an engine that has just started
 
     def serve(self) -> None:
         """Serve for ever."""
@@ -263,7 +263,7 @@ class EngineProcess:
             self._send(Outputs(outputs))
 
     def _send(self, message: Outputs | Reply | EngineReady) -> None:
-        if (state := self._state()) != self._told:
-            self._told = state
+        if (state := self._state()) != self._sent_state:
+            self._sent_state = state
             self.outbox.send(_encode(state))
         self.outbox.send(_encode(message))

@@ -39,7 +39,7 @@ class LayerCheck:
     Set `parts` to what a row of tokens holds before it is computed: first one whole sequence at a time, by stock
     attention, with `stock` set; then any parts of them, otherwise. `errors` has for each layer, by its index, the
     largest difference between both, relative to what the layer adds to its input. Of several tokens of one part the
-    worst tenth, at least one, doesn't count: a mixture-of-experts router may be of two minds about a token.
+    worst tenth, at least one, doesn't count: a mixture-of-experts router may decide a near tie either way.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -23,7 +23,7 @@ class WeightUpdateError(Exception):
 
 
 class AbandonedError(Exception):
-    """Ends a job whose update is over."""
+    """Raised within a job whose update is over, to end it."""
 
 
 def as_update_error(error: BaseException) -> WeightUpdateError:

@@ -55,7 +55,7 @@ class Ownership:
         if body.rejoin and self.owner is not None and not self.owns(body.owner):
             raise self.displaced("init_weight_transfer_engine")
 
-    def take(self, body: InitBody) -> None:
+    def hand_to(self, body: InitBody) -> None:
         """Make the trainer that joins the owner."""
         assert body.owner is not None
         info = body.init_info

@@ -22,7 +22,7 @@ class Share:
         self._stride = torch.empty(self.shape, device="meta").stride()
         self._placements = parameter.placements
         self._operation: Any = DtensorShardOperation(parameter)
-        cut = self.take(torch.empty(self.shape, device="meta")).shape
+        cut = self.cut(torch.empty(self.shape, device="meta")).shape
         held = parameter._local_tensor.shape
         if cut != held:
             raise ValueError(f"{name} {list(self.shape)}: this rank holds {list(held)}, its cut is {list(cut)}")
@@ -31,7 +31,7 @@ class Share:
         """Whether a region of the (contiguous) parameter, in elements, is all of it as it lies."""
         return size == self.shape and stride == self._stride
 
-    def take(self, whole: torch.Tensor) -> torch.Tensor:
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's share of a tensor of the parameter's whole shape; it may be a view."""
         share: torch.Tensor = self._operation.shard_tensor(whole)
         return share

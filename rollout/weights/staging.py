@@ -150,7 +150,7 @@ class Staging:
         if self._sums is not None:
             self._sums[target.name] = digest(received)
         if target.alias:
-            self._aliases[target.name] = digest((received if share is None else share.take(received)).to(buffer.dtype))
+            self._aliases[target.name] = digest((received if share is None else share.cut(received)).to(buffer.dtype))
         elif share is not None:
             self._write(lambda: self._place_share(target, share, received))
         elif received.data_ptr() != (view := target.view(buffer)).data_ptr():
@@ -169,7 +169,7 @@ class Staging:
         if due:
             self._wholes[target.slot] = whole, due
         else:
-            buffer.copy_(share.take(whole))
+            buffer.copy_(share.cut(whole))
 
     def place_changes(self, item: Incoming, indices: torch.Tensor, values: torch.Tensor) -> None:
         """Take a sparse tensor: the live one with `values` (count,) wire dtype at `indices` (count,), ascending.

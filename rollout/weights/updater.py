@@ -113,7 +113,8 @@ class WeightUpdater:
     def commit_if_ready(self, *, timeout_s: float = 0.0) -> Commit | None:
         """Commit the received weights if a checked set waits. For the engine's thread, between two steps.
 
-        Where that overwrites weights that are being read, it waits for the readers: until a later call, or so long.
+        Where that overwrites weights that are being read, the commit is left to a later call, or waits for the readers
+        for up to `timeout_s`.
         """
         if self._ready is None:
             return None
@@ -165,7 +166,7 @@ class WeightUpdater:
                 'init_info {"force": true}',
                 param="force",
             )
-        self._ownership.take(body)
+        self._ownership.hand_to(body)
         if update is not None:
             again = WeightUpdateError(503, "its trainer has joined again")
             self._abort(update, again if own else self._ownership.displaced("the update"))

@@ -45,7 +45,7 @@ class _Stream:
         self._infos: list[TensorInfo] | None = None
         self._pairs: Iterator[tuple[str, torch.Tensor]] = iter(())
 
-    def take(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def begin(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
         """These are the next push's."""
         if self._infos is None:
             held = list(pairs)
@@ -106,7 +106,7 @@ class WeightTransfer:
         if self._sender is None:
             raise RuntimeError("send_weights before init_weight_transfer: TRL calls that when training begins")
         try:
-            self._stream.take(iterator)
+            self._stream.begin(iterator)
             self.pushes.append(self._sender.push(f"{LABEL}{len(self.pushes) + 1}", partial=self._partial))
         finally:
             for _ in iterator:  # each step of it is a collective of TRL's ranks, also after a failure here

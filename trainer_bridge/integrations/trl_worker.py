@@ -107,7 +107,7 @@ class RolloutWorker:
         self.model_version = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise RuntimeError where sampling ended by an error (its cause), or nothing stirred for `stale_after_s`."""
+        """Raise RuntimeError where an error (its cause) ended the sampling, or the thread was idle for that long."""
         if (error := self._generator.error) is not None:
             raise RuntimeError(f"the rollout worker failed: {error}") from error
         if (age := time.monotonic() - self._generator.last_turn) > stale_after_s:
@@ -116,7 +116,7 @@ class RolloutWorker:
     # The thread.
 
     async def _finish(self, prompt: Prompt, params: dict[str, Any], choices: list[Choice], seconds: float) -> None:
-        self._tell(choices, seconds)
+        self._log_lengths(choices, seconds)
         for sample in await self._score(prompt.task, prompt.token_ids, choices, next(self._group_ids)):
             self._put(sample)
 
@@ -171,7 +171,7 @@ class RolloutWorker:
                     self.rollout_buffer.get_nowait()
                     self._push_metrics({"rollout/dropped_total": 1.0})
 
-    def _tell(self, choices: list[Choice], seconds: float) -> None:
+    def _log_lengths(self, choices: list[Choice], seconds: float) -> None:
         tokens = sum(len(choice.token_ids) for choice in choices)
         cut = sum(choice.finish_reason == "length" for choice in choices)
         self._push_metrics(

@@ -257,7 +257,7 @@ class WeightSender:
         if self._baseline is None:
             return Load(infos, tensors, checksums=sums)
         known = self._baseline.epochs == epochs
-        changes = self._baseline.take(infos, tensors)
+        changes = self._baseline.changes(infos, tensors)
         if not known or changes is None:
             return Load(infos, self._baseline.tensors(infos), checksums=sums)
         announced, payloads = changes

@@ -27,7 +27,7 @@ class Baseline:
         self.epochs: list[int] | None = None
         self._copy: dict[str, torch.Tensor] = {}
 
-    def take(
+    def changes(
         self, infos: list[TensorInfo], tensors: Iterable[torch.Tensor]
     ) -> tuple[list[TensorInfo], list[torch.Tensor]] | None:
         """Bring the copy up to date. The changes, as announced (`count`) and as sent (uint8): the flat indices, int32
