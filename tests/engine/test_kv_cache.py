@@ -235,19 +235,19 @@ def test_the_children_of_an_evicted_block_are_not_found_under_its_successor() ->
         cache.register(seq, 0)
     cache.free(first)
     assert evicted in cache.allocate(cache.num_free)
-    assert not cache.match(sequence([1, 2, 3, 4, 5]), 0)
+    assert not cache.match(sequence([1, 2, 3, 4, 5]), 0)[0]
     for tokens in ([5, 6], [1, 2]):
         successor = sequence(tokens)
         successor.block_table, successor.num_computed, successor.kv_epoch = [evicted], 2, 0
         cache.register(successor, 0)
-        assert [cached.block for cached in cache.match(sequence([*tokens, 3, 4, 5]), 0)] == [evicted]
+        assert [cached.block for cached in cache.match(sequence([*tokens, 3, 4, 5]), 0)[0]] == [evicted]
 
 
 def test_prompt_logprobs_skip_no_prefix() -> None:
     cache = KVCache(NUM_BLOCKS, BLOCK)
     compute_all(cache, sequence([1, 2, 3]), epoch=0)
     asks = sequence([1, 2, 3, 4, 5], prompt_logprobs=0)
-    assert not cache.match(asks, 0)
+    assert not cache.match(asks, 0)[0]
     assert cache.next_edge(asks, 0, []) is None
 
 
@@ -255,7 +255,7 @@ def test_nothing_is_found_where_prefix_caching_is_off() -> None:
     cache = KVCache(NUM_BLOCKS, BLOCK, enable_prefix_caching=False)
     seq = sequence([1, 2, 3])
     compute_all(cache, seq, epoch=0)
-    assert not cache.match(sequence([1, 2, 3]), 0)
+    assert not cache.match(sequence([1, 2, 3]), 0)[0]
     assert cache.coming_edge(seq, 0) is None
 
 

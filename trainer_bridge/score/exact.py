@@ -192,8 +192,8 @@ def attention_forward(  # noqa: PLR0913
         raise ValueError(f"{type(module).__name__} doesn't tell its attention the positions: use a batch of rows")
     pieces = []
     for start, end, shared in _sequences(position_ids[0]):
-        tokens = (torch.cat([t[:, :, shared], t[:, :, start:end]], 2) for t in (query, key, value))
-        pieces.append(_attend(*tokens, params)[:, shared.stop - shared.start :])
+        q, k, v = (torch.cat([t[:, :, shared], t[:, :, start:end]], 2) for t in (query, key, value))
+        pieces.append(_attend(q, k, v, params)[:, shared.stop - shared.start :])
     return torch.cat(pieces, 1), None
 
 
