@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -159,7 +160,7 @@ def on_all(servers: Sequence[ServerControl], work: Callable[[int, ServerControl]
 
 def ended(servers: Sequence[ServerControl], work: Callable[[int, ServerControl], T]) -> list[Future[T]]:
     """The same, with its results and errors, all of them there."""
-    futures = [in_thread(lambda i=i, s=s: work(i, s)) for i, s in enumerate(servers)]  # type: ignore[misc]
+    futures = [in_thread(partial(work, index, server)) for index, server in enumerate(servers)]
     wait(futures)  # every call in them has its own timeout
     return futures
 

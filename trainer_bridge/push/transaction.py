@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,10 +93,7 @@ class ServerGroup:
 
         backend = self.backend
         made = in_thread(lambda: TrainerGroup(backend, store, world_size, self._timeout_s, self._device))
-        all_of_them: list[Future[Any]] = [
-            *(in_thread(lambda i=i, s=s: init(i, s)) for i, s in enumerate(self.servers)),  # type: ignore[misc]
-            made,
-        ]
+        all_of_them: list[Future[Any]] = [*(in_thread(partial(init, i, s)) for i, s in enumerate(self.servers)), made]
         _, late = wait(all_of_them, timeout=2 * self._timeout_s, return_when=FIRST_EXCEPTION)
         for future in all_of_them:
             if future not in late:
@@ -154,7 +152,7 @@ class ServerGroup:
             update_info["counts"] = [i.count for i in load.infos]
         # The answer comes after the last broadcast, and each of these has its own timeout.
         longest = self._timeout_s * (len(groups) + 1)
-        calls = [in_thread(lambda s=server: s.announce(update_info, longest)) for server in self.servers]  # type: ignore[misc]
+        calls = [in_thread(partial(server.announce, update_info, longest)) for server in self.servers]
         try:
             for buffer in buffers(groups, load.tensors, packed, self._device):
                 self._group.broadcast(buffer, calls)
