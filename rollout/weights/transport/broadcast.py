@@ -150,11 +150,6 @@ class BroadcastTransport(Transport):
 
     spent_by_failure = True
 
-    @property
-    def peer(self) -> str:
-        """The address of the trainer's store."""
-        return f"{self._info.master_address}:{self._info.master_port}"
-
     def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
         raw_nccl = info.backend is None and device.type == "cuda"
         self.name = info.backend or ("nccl" if raw_nccl else "gloo")
@@ -173,6 +168,7 @@ class BroadcastTransport(Transport):
             raise WeightUpdateError(
                 400, f"init_info.packed_buffer_size_bytes must be at least 1, got {info.packed_buffer_size_bytes}"
             )
+        self.peer = f"{info.master_address}:{info.master_port}"
         self._info, self.timeout_s, self._device = info, timeout_s, device
         kinds: dict[str, type[GlooGroup] | type[NcclGroup]] = {"gloo": GlooGroup, "nccl": NcclGroup}
         self._kind: Callable[[InitInfo, float, torch.device], Group] = VllmNcclGroup if raw_nccl else kinds[self.name]
@@ -183,11 +179,10 @@ class BroadcastTransport(Transport):
 
     def connect(self) -> None:
         """Join the trainer's group. Raises WeightUpdateError 503 where it does not come to be in time."""
-        where = f"{self._info.master_address}:{self._info.master_port}"
         try:
             self._group = self._kind(self._info, self.timeout_s, self._device)
         except (RuntimeError, OSError) as error:
-            raise WeightUpdateError(503, f"no group with the trainer at {where}: {_first_line(error)}") from error
+            raise WeightUpdateError(503, f"no group with the trainer at {self.peer}: {_first_line(error)}") from error
         if self._info.master_address is not None:  # its store lives as long as the trainer: it closes this connection
             address = self._info.master_address, self._info.master_port or 0
             with contextlib.suppress(OSError):
