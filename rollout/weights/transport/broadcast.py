@@ -159,14 +159,9 @@ class BroadcastTransport(Transport):
             raise WeightUpdateError(400, "init_info needs master_address and master_port: the trainer's store")
         if info.master_port is not None and not 0 < info.master_port < 1 << 16:
             raise WeightUpdateError(400, f"init_info.master_port must be in [1, 65535], got {info.master_port}")
-        if not 1 <= info.rank_offset < info.world_size:
+        if info.rank_offset >= info.world_size:
             raise WeightUpdateError(
-                400,
-                f"init_info.rank_offset {info.rank_offset} must be at least 1 and below world_size {info.world_size}",
-            )
-        if info.packed_buffer_size_bytes < 1:
-            raise WeightUpdateError(
-                400, f"init_info.packed_buffer_size_bytes must be at least 1, got {info.packed_buffer_size_bytes}"
+                400, f"init_info.rank_offset {info.rank_offset} must be below world_size {info.world_size}"
             )
         self.peer = f"{info.master_address}:{info.master_port}"
         self._info, self.timeout_s, self._device = info, timeout_s, device
