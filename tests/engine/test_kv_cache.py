@@ -247,15 +247,14 @@ def test_prompt_logprobs_skip_no_prefix() -> None:
     cache = KVCache(NUM_BLOCKS, BLOCK)
     compute_all(cache, sequence([1, 2, 3]), epoch=0)
     asks = sequence([1, 2, 3, 4, 5], prompt_logprobs=0)
-    assert not cache.match(asks, 0)[0]
-    assert cache.next_edge(asks, 0, []) is None
+    assert cache.match(asks, 0) == ([], None)
 
 
 def test_nothing_is_found_where_prefix_caching_is_off() -> None:
     cache = KVCache(NUM_BLOCKS, BLOCK, enable_prefix_caching=False)
     seq = sequence([1, 2, 3])
     compute_all(cache, seq, epoch=0)
-    assert not cache.match(sequence([1, 2, 3]), 0)[0]
+    assert cache.match(sequence([1, 2, 3]), 0) == ([], None)
     assert cache.coming_edge(seq, 0) is None
 
 
