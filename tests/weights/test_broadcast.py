@@ -17,6 +17,7 @@ import torch.distributed as dist
 from rollout.weights.bodies import InitInfo
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.transport.broadcast import _unique_id, unpickled_bytes
+from tests.support.wait import eventually
 from tests.support.weight_updates import UpdaterServer, llama, same_weights, update_info
 
 
@@ -204,6 +205,7 @@ def test_a_zombie_never_writes_into_the_next_updates_staging(server):
     stuck = server.updater.call("update_weights", {"update_info": update_info(tensors)})
     values = list(tensors.values())
     first.broadcast(values[0])
+    eventually(lambda: server.call("weight_info")["bytes"] > 0)
     with pytest.raises(WeightUpdateError, match='"force": true'):
         server.call("init_weight_transfer_engine", init_info={"backend": "disk"})
     second = PlainTrainer(server, force=True)
