@@ -77,8 +77,9 @@ class GenerateRequest(GenerationBody):
     def _keep_unknown_params(cls, data: Any) -> Any:
         """Parameters that there aren't become fields that there aren't, by their path: `ignored` names both."""
         params = data.get("sampling_params") if isinstance(data, dict) else None
-        unknown = [name for name in params if name not in _KNOWN_PARAMS] if isinstance(params, dict) else []
-        return {**data, **{f"sampling_params.{name}": params[name] for name in unknown}} if unknown else data
+        given = params.items() if isinstance(params, dict) else ()
+        unknown = {f"sampling_params.{name}": value for name, value in given if name not in _KNOWN_PARAMS}
+        return {**data, **unknown} if unknown else data
 
     @field_validator("token_ids")
     @classmethod
