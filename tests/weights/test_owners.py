@@ -275,13 +275,14 @@ def test_joins_that_never_end_hold_a_bounded_number_of_threads(server):
         info = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": silent.getsockname()[1]}
         before = threads()
         answers = [
-            server.updater.call("init_weight_transfer_engine", {"init_info": info | {"timeout_s": 30}})
+            server.updater.call("init_weight_transfer_engine", {"init_info": info | {"timeout_s": 1}})
             for _ in range(3 * MOST_RECEIVERS)
         ]
         assert threads() - before <= MOST_RECEIVERS
         with pytest.raises(WeightUpdateError, match="have not ended yet") as caught:
             answers[-1].result(10)
         assert caught.value.status == 503
+    eventually(lambda: threads() == before, 60)  # a process that ends while they connect is aborted
 
 
 def test_trainers_that_are_taken_over_in_a_receive_hold_one_set_of_weights_at_most(monkeypatch):
