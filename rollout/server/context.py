@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from urllib.parse import quote
 
 from fastapi import Depends, Request
-from fastapi.exceptions import RequestValidationError
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.fleet import Fleet
@@ -64,8 +63,6 @@ class ServerContext:
     def check_accepting(self, choices: int) -> None:
         """Raise a 503 where a request of so many choices can't be taken now: no engine or no weights, an abort or wait
         pause, stopping, a full queue."""
-        if self.engine.refusal is not None:
-            raise self.engine.refusal
         reason = None
         if self.stopping:
             reason = "The server is shutting down."
@@ -98,14 +95,6 @@ class ServerContext:
 async def _server(request: Request) -> ServerContext:
     server: ServerContext = request.app.state.server
     return server
-
-
-async def require_json(request: Request) -> None:
-    """Raise a 400 for a body that doesn't call itself JSON."""
-    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if has_body and content_type != "application/json":
-        raise RequestValidationError(["Unsupported Media Type: Only 'application/json' is allowed"])
 
 
 ServerDep = Annotated[ServerContext, Depends(_server)]

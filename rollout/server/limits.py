@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -103,14 +104,23 @@ class BodyLimit:
         return HTTPException(413, f"The body is larger than {limit} bytes ({why}): send less in one request.")
 
 
+async def require_json(request: Request) -> None:
+    """Raise a 400 for a body that doesn't call itself JSON."""
+    has_body = request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if has_body and content_type != "application/json":
+        raise RequestValidationError(["Unsupported Media Type: Only 'application/json' is allowed"])
+
+
 class BoundedRoute(APIRoute):
-    """A route whose large bodies are looked through and parsed on a thread, since either takes long."""
+    """A route for bodies of JSON, the large ones of which are looked through and parsed on a thread: it takes long."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler, which reads bodies this way."""
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
+            await require_json(request)
             return await handle(_BoundedRequest(request.scope, request.receive))
 
         return bounded

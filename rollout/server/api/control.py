@@ -9,8 +9,9 @@ from fastapi import APIRouter, Body, Depends, Request, Response
 
 from rollout import __version__
 from rollout.fleet.errors import EngineError
-from rollout.server.context import PauseMode, ServerDep, require_json
+from rollout.server.context import PauseMode, ServerDep
 from rollout.server.errors import ApiError
+from rollout.server.limits import require_json
 
 router = APIRouter(dependencies=[Depends(require_json)])
 

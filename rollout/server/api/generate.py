@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Depends, Request, Response
+from fastapi import APIRouter, Body, Request, Response
 from fastapi.routing import APIRoute
 
 from rollout.server.admit import admit
 from rollout.server.answers.respond import respond
-from rollout.server.context import ServerContext, ServerDep, require_json
+from rollout.server.context import ServerContext, ServerDep
 from rollout.server.errors import ApiError
 from rollout.server.generation import Generation
 from rollout.server.limits import BoundedRoute
@@ -20,37 +20,39 @@ from rollout.server.wire.chat import ChatCompletionRequest, ChatWriter
 from rollout.server.wire.completions import CompletionRequest, CompletionWriter
 from rollout.server.wire.tokens import GenerateRequest, GenerateWriter
 
-router = APIRouter(route_class=BoundedRoute, dependencies=[Depends(require_json)])
-scale_out_router = APIRouter(route_class=BoundedRoute, dependencies=[Depends(require_json)])
+router = APIRouter(route_class=BoundedRoute)
+scale_out_router = APIRouter(route_class=BoundedRoute)
 
 
 @scale_out_router.post("/inference/v1/generate")
-async def generate(body: GenerateRequest, request: Request, server: ServerDep) -> Response:
+async def generate(body: GenerateRequest, request: Request) -> Response:
     """Continue a prompt of token ids; server-sent events with `stream`."""
-    return await _answer(GenerateWriter, body, request, server)
+    return await _answer(GenerateWriter, body, request)
 
 
 @router.post("/v1/completions")
-async def completions(body: CompletionRequest, request: Request, server: ServerDep) -> Response:
+async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts; server-sent events with `stream`. Choice i·n + j is the j-th of prompt i."""
-    return await _answer(CompletionWriter, body, request, server)
+    return await _answer(CompletionWriter, body, request)
 
 
 @router.post("/v1/chat/completions")
-async def chat_completions(body: ChatCompletionRequest, request: Request, server: ServerDep) -> Response:
+async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
     """Answer a chat; server-sent events with `stream`."""
-    return await _answer(ChatWriter, body, request, server)
+    return await _answer(ChatWriter, body, request)
 
 
 @router.post("/v1/messages")
-async def messages(body: MessagesRequest, request: Request, server: ServerDep) -> Response:
+async def messages(body: MessagesRequest, request: Request) -> Response:
     """Answer a chat; Anthropic's events with `stream`."""
-    return await _answer(MessagesWriter, body, request, server)
+    return await _answer(MessagesWriter, body, request)
 
 
-async def _answer(dialect: type[Writer[B]], body: B, request: Request, server: ServerContext) -> Response:
+async def _answer(dialect: type[Writer[B]], body: B, request: Request) -> Response:
     """Parsed, prepared, answered. Raises ApiError, ParameterError or EngineError."""
-    server.check_model(body.model)
+    server: ServerContext = request.app.state.server
+    if body.model:
+        server.check_model(body.model)
     body.check()
     generations: list[Generation] = []
     for prompt in body.prompts():
@@ -58,7 +60,8 @@ async def _answer(dialect: type[Writer[B]], body: B, request: Request, server: S
         first_index = generations[-1].first_index + generations[-1].n if generations else 0
         generations.append(await admit(server, body, request.headers, ids, first_index))
     response = await respond(request, server, dialect(body, server.config, generations), generations)
-    response.headers.update(server.ignored_header(body.ignored))
+    if body.model_extra:
+        response.headers.update(server.ignored_header(body.ignored))
     return response
 
 

@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from starlette.datastructures import Headers
 
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.admit import check_prompt, check_vocabulary, make_request_id, resolve_params
 from rollout.server.answers.derender import Derenderer
-from rollout.server.context import ServerContext, ServerDep, require_json
+from rollout.server.context import ServerContext, ServerDep
 from rollout.server.limits import BoundedRoute
 from rollout.server.prompts import require_vocabulary, token_ids
 from rollout.server.wire.answer import encode_json
@@ -34,7 +34,7 @@ from rollout.server.wire.render import (
     RenderedRequest,
 )
 
-router = APIRouter(route_class=BoundedRoute, dependencies=[Depends(require_json)])
+router = APIRouter(route_class=BoundedRoute)
 
 # Rendered whatever their value, as a vLLM server does.
 _ALWAYS_RENDERED = (

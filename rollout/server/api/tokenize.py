@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from pydantic import BaseModel
 
 from rollout.server.admit import check_vocabulary
-from rollout.server.context import ServerDep, require_json
+from rollout.server.context import ServerDep
 from rollout.server.limits import BoundedRoute
 from rollout.server.prompts import require_tokenizer, token_ids
 from rollout.server.wire.body import ChatFields, Text, TextPrompt, TokenIds
 
-router = APIRouter(route_class=BoundedRoute, dependencies=[Depends(require_json)])
+router = APIRouter(route_class=BoundedRoute)
 
 
 class TokenizeCompletionRequest(BaseModel):

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends
 
 from rollout.fleet.errors import EngineError
-from rollout.server.context import ServerContext, ServerDep, require_json
+from rollout.server.context import ServerContext, ServerDep
 from rollout.server.errors import ApiError
+from rollout.server.limits import require_json
 from rollout.weights.bodies import WEIGHT_CALLS
 
 router = APIRouter(dependencies=[Depends(require_json)])

@@ -13,7 +13,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_validator
 
-from rollout.config import ServerConfig
 from rollout.outputs import FinishReason, IdArray, WeightVersionSpan
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.wire.answer import Answer, Delta, Usage, Writer
@@ -77,9 +76,9 @@ class GenerateRequest(GenerationBody):
     def _keep_unknown_params(cls, data: Any) -> Any:
         """Parameters that there aren't become fields that there aren't, by their path: `ignored` names both."""
         params = data.get("sampling_params") if isinstance(data, dict) else None
-        given = params.items() if isinstance(params, dict) else ()
-        unknown = {f"sampling_params.{name}": value for name, value in given if name not in _KNOWN_PARAMS}
-        return {**data, **unknown} if unknown else data
+        if not isinstance(params, dict) or params.keys() <= _KNOWN_PARAMS:
+            return data
+        return data | {f"sampling_params.{name}": params[name] for name in params if name not in _KNOWN_PARAMS}
 
     @field_validator("token_ids")
     @classmethod
@@ -189,9 +188,7 @@ class GenerateWriter(Writer[GenerateRequest]):
         GenerateChunk[TextChoice],
     )
 
-    def __init__(self, body: GenerateRequest, config: ServerConfig, answers: Sequence[Answer]) -> None:
-        super().__init__(body, config, answers)
-        self._begun = False
+    _begun = False
 
     def whole(self, choices: Sequence[tuple[Answer, Delta]]) -> msgspec.Struct:
         """The answer, of choices that have all ended."""
