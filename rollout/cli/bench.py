@@ -229,6 +229,22 @@ def profile(
 
 
 @command
+def host(
+    against: Annotated[
+        list[Path] | None, typer.Option(help="Measure this source tree as well, in turn. May be repeated.")
+    ] = None,
+    rounds: Rounds = 3,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Measure the CPU time that an engine's step takes of the host, on a device that computes nothing."""
+    from rollout.bench.host import measure, table
+
+    trees = [Path(__file__).parents[2], *(against or ())]
+    with progress(processes=rounds * len(trees)) as (advance,):
+        found = measure(trees, rounds, advance)
+    return [table(trees, found)], {"trees": [{"path": str(t), "seconds": s} for t, s in zip(trees, found, strict=True)]}
+
+
+@command
 def fidelity(
     model: Model,
     url: Url = "http://127.0.0.1:8000",

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from rollout.bench import bare
+from rollout.bench import bare, host
 from rollout.bench.http_cost import bare_engine
 from rollout.bench.loads import Load
 from rollout.bench.profile import StepTimer, measure
@@ -27,6 +27,7 @@ from rollout.launch import launch, split_command
 from tests.support import foreign_server, tiny_models
 
 LOAD = Load("tiny", "", 3, 2, 5, 20, 6)
+TINY_HOST = Load("tiny", "", 2, 2, 5, 5, 40)
 FLAGS = ["--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--seed", "7"]
 FOREIGN = f"{shlex.quote(sys.executable)} {shlex.quote(foreign_server.__file__)} {{port}}"
 
@@ -99,6 +100,24 @@ def test_the_profile_command(folder: Path, tmp_path: Path) -> None:
     assert not found["operators"]
     ran = CliRunner().invoke(bench, [*options, "--", "--port", "1"])
     assert ran.exit_code == 2  # a server has it, an engine hasn't
+
+
+def test_the_host_is_measured_in_steps_that_decode_every_sequence() -> None:
+    engine = host.hollow_engine(TINY_HOST)
+    assert len(host.step_seconds(engine, TINY_HOST, 3)) == 3
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.replays >= 3
+    assert len(engine.scheduler.running) == 4
+    assert all(sequence.output_len >= TINY_HOST.max_tokens + 3 for sequence in engine.scheduler.running)
+
+
+def test_trees_are_measured_in_turn_and_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    tree = Path(host.__file__).parents[2]
+    (found,) = host.measure([tree], 1, loads=[TINY_HOST])
+    assert len(found["tiny"]) == host.STEPS
+    assert all(seconds > 0 for seconds in found["tiny"])
+    with pytest.raises(ValueError, match="holds no folder `rollout`"):
+        host.measure([tmp_path], 1)
 
 
 # -- servers that it starts
