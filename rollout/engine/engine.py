@@ -97,7 +97,7 @@ class Engine:
             max_head_rows=self.runner.max_head_rows,
             by_priority=config.scheduling_policy == "priority",
         )
-        self.sampler = Sampler(config.logprobs_mode)
+        self.sampler = Sampler(config.logprobs_mode, exact=config.batch_invariant)
         self._eos = self.runner.eos_token_ids
         self._seeds = random.Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._arrivals = 0

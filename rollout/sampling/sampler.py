@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,11 +34,12 @@ class Sampler:
     """Draws one token a row. What it draws depends on the row's logits and its `SamplingRow` only, not on the batch.
 
     `logprobs_mode`: "raw_logprobs" reports the log-softmax of the float32 logits as they came, "processed_logprobs"
-    that of the filtered tensor the token was drawn from.
+    that of the filtered tensor the token was drawn from. `exact`: logprobs have the bits of torch's log_softmax, which
+    a trainer computes; else they may be summed in another order.
     """
 
-    def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs") -> None:
-        self.logprobs_mode = logprobs_mode
+    def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs", *, exact: bool = False) -> None:
+        self.logprobs_mode, self.exact = logprobs_mode, exact
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[TokenOutput]:
@@ -50,12 +55,10 @@ class Sampler:
             raise ValueError(f"logits of {len(logits)} rows can't be sampled for {len(rows)} requests: pass one a row")
         if not rows:
             return []
+        if not self.exact and _drawn_by_triton(logits) and all(_is_plain(row, logits.shape[-1]) for row in rows):
+            return self._sample_plain(logits, rows)
         filtered = self._needed_filtered(logits, rows)
-        if filtered is None:
-            temperatures = torch.tensor([row.filters.temperature for row in rows])
-            tokens = _draw_natively(logits, temperatures, torch.from_numpy(uniforms(rows)))
-        else:
-            tokens = _choose(filtered, rows)
+        tokens = _draw_scaled(logits, rows) if filtered is None else _choose(filtered, rows)
         source = logits if filtered is None or self.logprobs_mode == "raw_logprobs" else filtered
         groups: dict[int, list[int]] = defaultdict(list)  # rows by the number of logprobs they ask for
         masked, tracked = [], []
@@ -89,12 +92,25 @@ class Sampler:
                 sampled[r] = nothing_sampled(row, NO_TOKEN_LEFT if numbers[r] else NOT_FINITE)
         return sampled
 
+    def _sample_plain(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[TokenOutput]:
+        """`sample` where no row asks for more than a token, its logprob and its rank: a copy, a launch and a read."""
+        processed = self.logprobs_mode == "processed_logprobs"
+        (table,) = _to_host([_triton().sample(logits, _asked(logits, rows), processed=processed)])
+        sampled = []
+        for row, (token, logprob, rank, sound) in zip(rows, table.tolist(), strict=True):
+            entry = TokenLogprob(int(token), logprob, int(rank))
+            logprobs = None if row.filters.params.logprobs is None else [entry]
+            output = TokenOutput(row.request_id, row.index, entry.token_id, logprobs)
+            sampled.append(output if sound else nothing_sampled(row, NOT_FINITE))
+        return sampled
+
     def _needed_filtered(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor | None:
         """What the tokens are drawn from; None where they come from `logits` in one pass, and nothing else needs it."""
         reported = self.logprobs_mode == "processed_logprobs" and any(
             row.filters.params.logprobs is not None for row in rows
         )
-        if reported or not _drawn_natively(logits) or not all(only_scales(row, logits.shape[-1]) for row in rows):
+        drawn_at_once = _drawn_natively(logits) or _drawn_by_triton(logits)
+        if reported or not drawn_at_once or not all(only_scales(row, logits.shape[-1]) for row in rows):
             return filter_logits(logits, rows)
         return None
 
@@ -120,6 +136,28 @@ def nothing_sampled(row: SamplingRow, why: str) -> TokenOutput:
     return TokenOutput(row.request_id, row.index, finish_reason=FinishReason.ERROR, stop_reason=why)
 
 
+def _is_plain(row: SamplingRow, vocab_size: int) -> bool:
+    """True where a row wants a token of its scaled logits, and at most its own logprob."""
+    params = row.filters.params
+    return not params.logprobs and not params.logprob_token_ids and only_scales(row, vocab_size)
+
+
+def _asked(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """The rows' temperatures and uniform numbers (2, rows) float64, on the device of `logits`."""
+    asked = torch.from_numpy(np.stack([[row.filters.temperature for row in rows], uniforms(rows)]))
+    if torch.cuda.is_available():
+        asked = asked.pin_memory()  # else the copy would wait for the device
+    return asked.to(logits.device, non_blocking=True)
+
+
+def _draw_scaled(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Token ids (rows,) int64, each from softmax(logits / temperature), without a copy of the logits."""
+    if _drawn_by_triton(logits):
+        return _draw_by_triton(logits, _asked(logits, rows))
+    temperatures = torch.tensor([row.filters.temperature for row in rows])
+    return _draw_natively(logits, temperatures, torch.from_numpy(uniforms(rows)))
+
+
 def _choose(filtered: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Token ids (rows,) int64: the one token that a greedy row's filters left, a draw for every other row."""
     tokens = torch.empty(len(rows), dtype=torch.long, device=filtered.device)
@@ -137,16 +175,37 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """Token ids (rows,) int64, each from softmax(logits) (rows, vocab; float32) by inverse CDF at `uniform` (rows,),
     float64 in [0, 1): first a block of 256 tokens by the blocks' sums, then a token inside the block.
 
-    Never picks a token whose probability is 0. A row without any probability gives 0. Native code and torch differ by
-    how they round exp, so that a draw may differ from machine to machine where `uniform` is at a token's very edge.
+    Never picks a token whose probability is 0. A row without any probability gives 0. Native code, Triton and
+    torch differ by how they round exp: a draw may differ from machine to machine where `uniform` is at a token's edge.
     """
     if _drawn_natively(logits):
         return _draw_natively(logits, torch.ones(len(logits)), uniform)
+    if _drawn_by_triton(logits):
+        return _draw_by_triton(logits, torch.stack([torch.ones_like(uniform), uniform]))
     return _draw_in_torch(logits, uniform)
 
 
 def _drawn_natively(logits: Tensor) -> bool:
     return logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.stride(-1) == 1 and is_fast()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _triton() -> Any:
+    """Imported where it is used: it compiles its kernels for the GPU at hand, and needs Triton."""
+    return importlib.import_module("rollout.kernels.triton_sampling")
+
+
+def _drawn_by_triton(logits: Tensor) -> bool:
+    return logits.device.type == "cuda" and logits.stride(-1) == 1 and _has_triton()
+
+
+def _draw_by_triton(logits: Tensor, asked: Tensor) -> Tensor:
+    table: Tensor = _triton().sample(logits, asked, processed=True)
+    return table[:, 0].long()
 
 
 def _draw_natively(logits: Tensor, temperatures: Tensor, uniform: Tensor) -> Tensor:
@@ -277,6 +336,7 @@ def _take(tensor: Tensor, rows: list[int]) -> Tensor:
 
 def _to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
     """The tensors as arrays, by one copy from the device: float64 holds ids, counts and float32 values exactly."""
-    flat = torch.cat([t.reshape(-1).double() for t in tensors]).cpu().numpy()
+    parts = [t.reshape(-1).double() for t in tensors]
+    flat = (torch.cat(parts) if len(parts) > 1 else parts[0]).cpu().numpy()
     ends = np.cumsum([t.numel() for t in tensors])[:-1]
     return [part.reshape(t.shape) for part, t in zip(np.split(flat, ends), tensors, strict=True)]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from torch import Tensor
 from rollout.kernels.attention import cuda
 from rollout.kernels.attention.base import AttentionParams, LayerShape, RaggedBatch
 from tests.kernels.test_attention import Harness, History, dense
+from tests.support.triton_launches import Launch, LaunchRecorder, compile_in_a_process, compile_launch
 
 triton = pytest.importorskip("triton")  # has no wheels beyond Linux; the dev extra brings it there
 
@@ -215,22 +213,14 @@ def test_a_batch_that_exceeds_the_buffers_is_refused() -> None:
 
 @pytest.mark.parametrize("capability", [90, *(pytest.param(sm, marks=pytest.mark.long) for sm in (80, 100))])
 def test_the_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [
-        sys.executable,
-        "-c",
-        f"from tests.kernels import test_cuda_attention as t; t.compile_kernels({capability})",
-    ]
-    subprocess.run(
-        command, cwd=Path(__file__).parents[2], env={**env, "TRITON_CACHE_DIR": str(tmp_path)}, check=True, timeout=240
-    )
+    compile_in_a_process("tests.kernels.test_cuda_attention", capability, tmp_path)
 
 
 def compile_kernels(capability: int) -> None:
     """Compile a mixed batch's launches; tensor cores must be used, and shared memory must fit a consumer's GPU."""
     from rollout.kernels.attention import triton_paged
 
-    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    launches: list[Launch] = []
     for name in ("_attend", "_merge_splits"):
         setattr(triton_paged, name, LaunchRecorder(getattr(triton_paged, name), launches))
     query, keys, values = (
@@ -248,40 +238,3 @@ def compile_kernels(capability: int) -> None:
         assert "wgmma" in compiled.asm["ptx"] or "mma.sync" in compiled.asm["ptx"]
         assert compiled.metadata.shared <= 99 * 1024
     assert merge.asm["cubin"]
-
-
-class LaunchRecorder:
-    def __init__(self, kernel: Any, launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> None:
-        self.kernel, self.launches = kernel, launches
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, **kwargs: self.launches.append((self.kernel, args, kwargs))
-
-
-def compile_launch(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> Any:
-    """What a launch with these arguments would compile to."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
-    values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-    assert values.keys() == set(kernel.arg_names)
-    pointers = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32"}
-    signature, aligned = {}, {}
-    for number, parameter in enumerate(kernel.params):
-        value = values[parameter.name]
-        if parameter.is_constexpr or value is None:
-            signature[parameter.name] = "constexpr"
-            continue
-        signature[parameter.name] = pointers[value.dtype] if isinstance(value, Tensor) else _scalar(value)
-        address = value.data_ptr() if isinstance(value, Tensor) else value
-        # As a launch does: what is a multiple of 16 is known to be one.
-        if not parameter.do_not_specialize and isinstance(address, int) and address % 16 == 0:
-            aligned[number,] = [["tt.divisibility", 16]]
-    assert aligned
-    constants = {name: values[name] for name, kind in signature.items() if kind == "constexpr"}
-    return triton.compile(ASTSource(kernel, signature, constants, aligned), GPUTarget("cuda", capability, 32), options)
-
-
-def _scalar(value: int | float) -> str:
-    return "fp32" if isinstance(value, float) else "i32"

@@ -1,5 +1,7 @@
 """The sampler over logits on a CUDA device, traced without one: no device is mixed, nothing is read before the end.
 
+Its kernel is run by Triton's interpreter, and compiled.
+
 Greedy rows, top_k, top_p and several logprobs choose their rows by a mask, which waits for the device: they
 can't be traced.
 """
@@ -7,6 +9,7 @@ can't be traced.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +18,12 @@ import torch
 from torch import Tensor
 
 from rollout.config import LogprobsMode
+from rollout.kernels import triton_sampling
 from rollout.sampling import sampler
 from rollout.sampling.params import SamplingParams
 from rollout.sampling.rows import RequestFilters, SamplingRow
 from tests.support.fake_cuda import Launches, fake_cuda
+from tests.support.triton_launches import LaunchRecorder, compile_in_a_process, compile_launch
 
 ROWS, VOCAB = 6, 4096
 CASES: dict[str, dict[str, Any]] = {
@@ -52,7 +57,69 @@ def test_every_filter_and_draw_stays_on_the_device(
     with fake_cuda(), torch.no_grad():
         logits = torch.empty(ROWS, VOCAB, dtype=torch.bfloat16, device="cuda")
         with Launches() as launches:
+            launches.replace_kernels(monkeypatch, triton_sampling)
             sampled = sampler.Sampler(mode).sample(logits, rows)
     assert len(sampled) == ROWS
     assert len(read) == 1
-    assert sum(launches.counts.values()) > 0
+    assert launches.counts["_sample"] == 1
+    if case in ("plain", "temperature", "no logprobs"):
+        assert launches.counts == {"to": 1, "_sample": 1}  # and the one read
+
+
+@pytest.fixture
+def by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's logits take the way of a GPU's."""
+    monkeypatch.setattr(sampler, "_drawn_natively", lambda logits: False)
+    monkeypatch.setattr(sampler, "_drawn_by_triton", lambda logits: True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "exact"), [("raw_logprobs", False), ("processed_logprobs", False), ("raw_logprobs", True)]
+)
+@pytest.mark.usefixtures("by_triton")
+def test_the_kernel_gives_the_tokens_logprobs_and_ranks_of_the_definition(mode: LogprobsMode, exact: bool) -> None:
+    vocab = 4096 + 300  # a second tile, whose last block is cut off
+    logits = (3 * torch.randn(ROWS, vocab, generator=torch.Generator().manual_seed(2))).bfloat16()
+    temperatures = [1.0, 0.7, 1.3] * (ROWS // 3)
+    rows = [
+        SamplingRow(RequestFilters(SamplingParams(temperature=t, logprobs=0)), seed, seed % 2)
+        for seed, t in enumerate(temperatures)
+    ]
+    scaled = logits.float() / torch.tensor(temperatures)[:, None]
+    tokens = sampler._draw_in_torch(scaled, torch.from_numpy(sampler.uniforms(rows))).tolist()
+    logprobs = (logits.float() if mode == "raw_logprobs" else scaled).log_softmax(-1)
+    for r, sampled in enumerate(sampler.Sampler(mode, exact=exact).sample(logits, rows)):
+        assert sampled.token_id == tokens[r]
+        (entry,) = sampled.logprobs or []
+        expected = logprobs[r, tokens[r]]
+        assert entry.logprob == pytest.approx(expected.item(), abs=0 if exact else 3e-6)
+        assert entry.rank == 1 + (logprobs[r] > expected).sum().item()
+
+
+@pytest.mark.usefixtures("by_triton")
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+def test_a_row_that_holds_no_number_ends_and_the_others_do_not() -> None:
+    logits = torch.zeros(4, 300)
+    logits[0, 7], logits[1, 8], logits[2] = torch.nan, torch.inf, -torch.inf
+    logits[3, :299] = -torch.inf
+    rows = [SamplingRow(RequestFilters(SamplingParams()), seed, 0) for seed in range(4)]
+    sampled = sampler.Sampler().sample(logits, rows)
+    assert [output.stop_reason for output in sampled] == [sampler.NOT_FINITE] * 3 + [None]
+    assert sampled[3].token_id == 299
+
+
+@pytest.mark.parametrize("capability", [90, *(pytest.param(sm, marks=pytest.mark.long) for sm in (80, 100))])
+def test_the_kernel_compiles_for_gpus(capability: int, tmp_path: Path) -> None:
+    compile_in_a_process(__name__, capability, tmp_path)
+
+
+def compile_kernels(capability: int) -> None:
+    """For a vocabulary of Qwen3's size."""
+    kept: list[Any] = []
+    triton_sampling._sample = LaunchRecorder(triton_sampling._sample, kept)  # type: ignore[assignment]
+    logits = torch.zeros(2, 151936, dtype=torch.bfloat16)
+    for processed in (False, True):
+        triton_sampling.sample(logits, torch.zeros(2, 2, dtype=torch.float64), processed=processed)
+    for launch in kept:
+        compiled = compile_launch(*launch, capability)
+        assert compiled.metadata.shared <= 99 * 1024

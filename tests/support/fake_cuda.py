@@ -13,14 +13,17 @@ import subprocess
 import tempfile
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton.runtime.jit import KernelInterface
 
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -77,3 +80,22 @@ class Launches(TorchDispatchMode):
             if "cpu" in devices:
                 self.on_host.append(name)
         return output
+
+    def replace_kernels(self, patch: pytest.MonkeyPatch, *modules: ModuleType) -> None:
+        """Count what Triton kernels of these modules are launched, by name, in place of launching it."""
+        for module in modules:
+            for name, kernel in vars(module).items():
+                if isinstance(kernel, KernelInterface):
+                    patch.setattr(module, name, _Counted(self, name))
+
+
+class _Counted:
+    def __init__(self, launches: Launches, name: str) -> None:
+        self._launches, self._name = launches, name
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            assert {t.device.type for t in args if isinstance(t, Tensor)} == {"cuda"}
+            self._launches.counts[self._name] += 1
+
+        return launch
