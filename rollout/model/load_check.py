@@ -68,9 +68,10 @@ class StockLogits:
 
 @torch.inference_mode()
 def plug_in_attention(
-    model: PreTrainedModel, make_backend: BackendMaker, block_size: int, max_model_len: int
+    model: PreTrainedModel, make_backend: BackendMaker, block_size: int, max_model_len: int, experts: str | None = None
 ) -> tuple[list[LayerShape], StockLogits]:
-    """Replace the model's attention by ours; return each layer's shape, and what the model said before.
+    """Replace the model's attention by ours, and its experts' implementation by the one of this name; return each
+    layer's shape, and what the model said before.
 
     Short sequences, of no more than `max_model_len` tokens, go through stock attention whole, and through ours side by
     side, in chunks and single tokens: every layer must agree in float32. Raises UnsupportedModelError, naming what
@@ -94,6 +95,8 @@ def plug_in_attention(
                 layers.parts = [(number, 0, len(ids))]
                 stock.append(model(input_ids=ids[None], use_cache=False).logits[0, -1].float())
         model.set_attn_implementation(ATTENTION_NAME)
+        if experts is not None:
+            model.set_experts_implementation(experts)
         shapes = _record_shapes(model, sequences[0][:2], text_config.num_hidden_layers)
         layers.stock = False
         with layers.watching():

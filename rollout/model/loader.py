@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.integrations.moe import ExpertsInterface
 
 from rollout.config import EngineConfig
 from rollout.model.model_config import read_config, resolve_device, resolve_dtype
@@ -41,10 +42,29 @@ def load_model(config: EngineConfig) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(
             path, config=model_config, dtype=dtype, attn_implementation="eager", **kwargs
         )
-    if config.batch_invariant and model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")  # a product a token: no expert sees its batch
     model.eval().requires_grad_(False).to(device)
     return model
+
+
+def experts_implementation(model: PreTrainedModel, config: EngineConfig) -> str | None:
+    """transformers' name of what computes a model's experts; None where its own choice stands, torch's grouped product.
+
+    That one runs on the device alone for bfloat16 and capabilities 9 and 10 only (`_grouped_mm_cuda` in ATen's
+    GroupedBlas.cpp). Elsewhere on CUDA it loops over the experts on the host, which no graph captures, and ours serves.
+    """
+    if not model._can_set_experts_implementation():
+        return None
+    if config.batch_invariant:
+        return "batched_mm"  # a product a token: no expert sees its batch
+    device = resolve_device(config)
+    if device.type != "cuda" or not importlib.util.find_spec("triton"):
+        return None
+    if model.dtype is torch.bfloat16 and torch.cuda.get_device_capability(device)[0] in (9, 10):
+        return None
+    from rollout.kernels.triton_experts import EXPERTS_NAME, experts_forward
+
+    ExpertsInterface.register(EXPERTS_NAME, experts_forward)
+    return EXPERTS_NAME
 
 
 def eos_token_ids(config: EngineConfig, model: PreTrainedModel) -> list[int]:

@@ -21,7 +21,7 @@ from rollout.model.fused import PackedWeights, fuse_gates, fuse_norms, fuse_rota
 from rollout.model.graphs import CudaGraphs, DecodeGraphs, bucket_sizes
 from rollout.model.invariance import prove_batch_invariance
 from rollout.model.load_check import LENGTHS, plug_in_attention
-from rollout.model.loader import eos_token_ids, load_model
+from rollout.model.loader import eos_token_ids, experts_implementation, load_model
 from rollout.model.memory import GRAPH_BYTES, SAMPLER_COPIES, MemoryNeeds, peak_bytes
 from rollout.model.model_config import resolve_device
 from rollout.model.parameters import ModelParameters
@@ -52,7 +52,8 @@ class ModelRunner:
         self.device, self.dtype = self.model.device, self.model.dtype
         self.vocab_size: int = self.model.get_output_embeddings().weight.shape[0]
         self.max_model_len = self._longest()
-        shapes, stock = plug_in_attention(self.model, self._backend, config.block_size, self.max_model_len)
+        experts = experts_implementation(self.model, config)
+        shapes, stock = plug_in_attention(self.model, self._backend, config.block_size, self.max_model_len, experts)
         fix_rotary(self.model, self.max_model_len)
         fuse_norms(self.model)
         fuse_rotary(self.model)

@@ -12,15 +12,21 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import CONFIG_MAPPING
 
+from rollout.config import EngineConfig
 from rollout.kernels.attention.base import ATTENTION_NAME, AttentionBackend, AttentionParams, RaggedBatch, serving
 from rollout.kernels.attention.cuda import TritonAttention
+from rollout.model import loader
 from rollout.model.load_check import _record_shapes
 from rollout.model.parameters import ModelParameters
 from rollout.model.rotary import keep_frequencies
+from rollout.model.routed_experts import RoutedExperts
 from tests.model.test_loader import COMMON, MOE, SERVED
 from tests.model.test_rotary import CASES, SIZES
 from tests.support import tiny_models
 from tests.support.fake_cuda import Launches, fake_cuda
+from tests.support.triton_launches import Launch, LaunchRecorder
+
+triton_experts = pytest.importorskip("rollout.kernels.triton_experts", exc_type=ImportError)
 
 ROWS = 64
 CUDA = torch.device("cuda:0")
@@ -93,6 +99,44 @@ def test_what_a_graph_captures_stays_on_the_device(name: str, monkeypatch: pytes
         assert backend.attended == [(torch.bfloat16, CUDA)] * layers
         assert launches.on_host == []
         assert sum(launches.counts.values()) > 10 * layers
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_where_torch_has_no_grouped_product_launch_three_kernels_a_layer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels that FakeTensorMode can't trace are recorded; what routers chose is copied on the device."""
+    launches: list[Launch] = []
+    for kernel in ("_sort_by_expert", "_grouped_product"):
+        monkeypatch.setattr(triton_experts, kernel, LaunchRecorder(getattr(triton_experts, kernel), launches))
+    monkeypatch.setattr(loader, "resolve_device", lambda config: CUDA)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
+    config = ARCHITECTURES[name]
+    mode = fake_cuda()
+    with mode:
+        model = cuda_model(config)
+    with mode, torch.inference_mode():
+        experts = loader.experts_implementation(model, EngineConfig())
+        assert experts is not None
+        model.set_experts_implementation(experts)
+        keep_frequencies(model)
+        ids = torch.zeros(1, ROWS, dtype=torch.int64, device=CUDA)
+        backend = TracedAttention(_record_shapes(model, ids[0, :2], config.num_hidden_layers), 8, ROWS)
+
+        def forward() -> Tensor:
+            with serving(backend):
+                return model(input_ids=ids, position_ids=ids, use_cache=False).logits
+
+        routing = RoutedExperts(model, 8, 16, ROWS, probe=forward)
+        launches.clear()
+        with Launches() as traced:
+            assert forward().device == CUDA
+        assert traced.on_host == []
+        assert routing._rows is not None
+        assert routing._rows.shape == (ROWS, config.num_hidden_layers, config.num_experts_per_tok)
+        assert len(launches) == 3 * config.num_hidden_layers
+        tensors = [value for _, arguments, _ in launches for value in arguments if isinstance(value, Tensor)]
+        assert {tensor.device for tensor in tensors} == {CUDA}
 
 
 def test_a_value_that_is_read_and_a_device_that_is_mixed_are_seen() -> None:

@@ -13,17 +13,18 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.integrations.moe import ExpertsInterface
 from transformers.models.auto import CONFIG_MAPPING
 
 from rollout.config import EngineConfig
 from rollout.kernels.attention.base import AttentionParams
 from rollout.kernels.attention.torch_paged import TorchAttention
-from rollout.model import model_config
+from rollout.model import loader, model_config, runner
 from rollout.model.load_check import UnsupportedModelError
 from rollout.model.loader import eos_token_ids, load_model
 from rollout.model.model_config import resolve_device, resolve_dtype
 from tests.support import tiny_models
-from tests.support.engine_utils import assert_exact, engine, prompt, request, run
+from tests.support.engine_utils import assert_exact, engine, ids, prompt, request, run
 from tests.support.model_lab import plug_in
 
 CPU = torch.device("cpu")
@@ -114,6 +115,65 @@ def test_a_model_that_attends_otherwise_is_refused_by_name(name: str) -> None:
     config, message = REFUSED[name]
     with pytest.raises(UnsupportedModelError, match=message):
         plug_in(random_model(name, config))
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "exact", "expected"),
+    [
+        ("cuda", (9, 0), "bfloat16", False, None),  # torch's own grouped product runs on the device
+        ("cuda", (10, 3), "bfloat16", False, None),
+        ("cuda", (9, 0), "float32", False, "rollout"),
+        ("cuda", (8, 6), "bfloat16", False, "rollout"),
+        ("cuda", (12, 0), "bfloat16", False, "rollout"),
+        ("cuda", (8, 0), "bfloat16", True, "batched_mm"),
+        ("cpu", (8, 0), "float32", False, None),
+    ],
+)
+def test_experts_are_ours_where_torch_would_loop_over_them_on_the_host(
+    device: str, capability: tuple[int, int], dtype: str, exact: bool, expected: str | None, monkeypatch: Any
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(loader, "resolve_device", lambda config: torch.device(device))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: capability)
+    config = EngineConfig(batch_invariant=exact)
+    moe = tiny_models.model("mixtral").to(getattr(torch, dtype))
+    assert loader.experts_implementation(moe, config) == expected
+    assert loader.experts_implementation(tiny_models.model("llama"), config) is None
+
+
+@pytest.fixture
+def interpreted_experts(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Engines compute experts by our kernels, as on a GPU that torch has no grouped product for."""
+    triton_experts = pytest.importorskip("rollout.kernels.triton_experts", exc_type=ImportError)
+    ExpertsInterface.register(triton_experts.EXPERTS_NAME, triton_experts.experts_forward)
+    monkeypatch.setattr(runner, "experts_implementation", lambda *args: triton_experts.EXPERTS_NAME)
+    return triton_experts
+
+
+ONE_LAYER = {**MOE, "num_hidden_layers": 1}  # the interpreter is slow
+
+
+def test_an_engine_whose_experts_are_our_kernels_is_exact(interpreted_experts: Any, tmp_path: Path) -> None:
+    model = random_model("mixtral", ONE_LAYER)
+    model.save_pretrained(tmp_path)
+    e = engine(tmp_path, enable_return_routed_experts=True)
+    requests = [request("chunk", prompt(9), max_tokens=2), request("one", prompt(3), max_tokens=1)]
+    outputs = run(e, requests)
+    assert_exact(model, requests, outputs)
+    routed = b"".join(output.routed_experts or b"" for output in outputs["chunk", 0])
+    token_ids = torch.tensor([prompt(9) + ids(outputs["chunk", 0])[:-1]])
+    (logits,) = model(token_ids, output_router_logits=True).router_logits
+    assert list(routed) == logits.topk(2).indices.flatten().tolist()
+
+
+def test_experts_that_differ_a_little_are_found_out_at_load(
+    interpreted_experts: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock = interpreted_experts.grouped_product
+    monkeypatch.setattr(interpreted_experts, "grouped_product", lambda *args, **options: 1.01 * stock(*args, **options))
+    random_model("mixtral", ONE_LAYER).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="1 of 1 layers differ"):
+        engine(tmp_path)
 
 
 def served_model(name: str) -> PreTrainedModel:
@@ -262,6 +322,6 @@ def test_an_eos_that_only_the_tokenizer_knows_ends_a_choice(tmp_path: Path, capl
     assert "at 2, the tokenizer's EOS, and at [1]" in caplog.text
     ending = engine(path)
     params = {"allowed_token_ids": [2], "max_tokens": 5}
-    for ids, reason in (([2], None), ([1], 1)):
-        (outputs,) = run(ending, [request("r", [5, 6], **{**params, "allowed_token_ids": ids})]).values()
-        assert [(o.token_id, o.finish_reason, o.stop_reason) for o in outputs] == [(ids[0], "stop", reason)]
+    for token, reason in ((2, None), (1, 1)):
+        (outputs,) = run(ending, [request("r", [5, 6], **{**params, "allowed_token_ids": [token]})]).values()
+        assert [(o.token_id, o.finish_reason, o.stop_reason) for o in outputs] == [(token, "stop", reason)]
