@@ -77,6 +77,9 @@ class EngineConfig:
     )
     tensor_parallel_size: int = flag(1, "Split every layer of one engine's model over this many devices.")
     enforce_eager: bool = flag(False, "Never capture CUDA graphs.")
+    enable_sleep_mode: bool = flag(
+        False, "Serve /sleep and /wake_up: the memory of weights and KV cache goes to a trainer meanwhile."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Log what is at least this serious.")
     log_format: Literal["text", "json"] = flag("text", "Log to stderr as text, or as json, one object a line.")
     num_threads: int | None = flag(None, "Compute with this many CPU threads. Default: torch's.")
@@ -107,6 +110,7 @@ class EngineConfig:
             ("batch_invariant", self.batch_invariant, "a sum over the ranks has another order than one rank's"),
             ("weight_staging in_place", self.weight_staging == "in_place", "a rank could be left half written"),
             ("keep_weight_snapshot", self.keep_weight_snapshot is not None, "a rank holds no whole parameters"),
+            ("enable_sleep_mode", self.enable_sleep_mode, "its other ranks would stay awake"),
         ):
             if given and self.tensor_parallel_size > 1:
                 raise ValueError(f"{flag} can't be had with tensor_parallel_size {self.tensor_parallel_size}: {why}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 import msgspec
 
 from rollout.outputs import RoutingShape, TokenOutput
 from rollout.sampling.params import SamplingParams
+
+SleepTag = Literal["weights", "kv_cache"]
+SLEEP_TAGS: tuple[SleepTag, ...] = get_args(SleepTag)
+"""What an engine gives the memory of back while it sleeps."""
 
 
 class AddRequest(msgspec.Struct, tag=True, kw_only=True):

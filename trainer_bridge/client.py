@@ -35,6 +35,7 @@ from trainer_bridge.wire import (
 __all__ = ["AsyncRolloutClient", "Choice", "Generation", "PauseMode", "RolloutClient", "RolloutError", "Span"]
 
 PauseMode = Literal["abort", "wait", "keep"]
+SleepTag = Literal["weights", "kv_cache"]
 
 _GENERATE = "/inference/v1/generate"
 _CONNECT_TIMEOUT_S = 10.0
@@ -110,6 +111,22 @@ def _resume() -> _Steps[None]:
 def _is_paused() -> _Steps[bool]:
     """Whether the server is paused."""
     return bool((yield _call("GET", "/is_paused"))["is_paused"])
+
+
+def _sleep(level: int = 1, mode: PauseMode = "abort") -> _Steps[None]:
+    """Have the server give the memory of weights and KV cache back. Level 1 keeps the weights in host memory, level 2
+    loses them until the next push; `mode` is that of a pause for what runs."""
+    yield _call("POST", f"/sleep?level={level}&mode={mode}")
+
+
+def _wake_up(tags: Sequence[SleepTag] = ("weights", "kv_cache")) -> _Steps[None]:
+    """Have it take the memory of these parts again: it generates once both are awake."""
+    yield _call("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+
+
+def _is_sleeping() -> _Steps[bool]:
+    """Whether anything of the server is asleep."""
+    return bool((yield _call("GET", "/is_sleeping"))["is_sleeping"])
 
 
 def _models() -> _Steps[list[dict[str, Any]]]:
@@ -259,6 +276,9 @@ class RolloutClient(_Client[Generator[Generation, None, None]]):
     pause = _blocking(_pause)
     resume = _blocking(_resume)
     is_paused = _blocking(_is_paused)
+    sleep = _blocking(_sleep)
+    wake_up = _blocking(_wake_up)
+    is_sleeping = _blocking(_is_sleeping)
     models = _blocking(_models)
     weight_info = _blocking(_weight_info)
     health = _blocking(_health)
@@ -315,6 +335,9 @@ class AsyncRolloutClient(_Client[AsyncGenerator[Generation, None]]):
     pause = _awaited(_pause)
     resume = _awaited(_resume)
     is_paused = _awaited(_is_paused)
+    sleep = _awaited(_sleep)
+    wake_up = _awaited(_wake_up)
+    is_sleeping = _awaited(_is_sleeping)
     models = _awaited(_models)
     weight_info = _awaited(_weight_info)
     health = _awaited(_health)

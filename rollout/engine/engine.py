@@ -17,6 +17,7 @@ from rollout.config import EngineConfig
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.request import Request, Sequence
 from rollout.engine.scheduler import Scheduler, SchedulerOutput
+from rollout.engine.sleep import Sleeper
 from rollout.kernels.attention.base import RaggedBatch
 from rollout.messages import AbortRequests, AddRequest, EngineState
 from rollout.model.runner import ModelRunner
@@ -51,6 +52,7 @@ class Engine:
     ) -> None:
         self.config = config
         self.runner: ModelRunner
+        self.sleeper: Sleeper
         self.team: Team | None = None
         updater: Callable[..., WeightUpdater] = WeightUpdater
         if config.tensor_parallel_size > 1:
@@ -88,7 +90,7 @@ class Engine:
                 "restarted": self.restarted,
                 "commit_seconds": self.commit_seconds,
             },
-            paused=lambda: self.paused,
+            paused=lambda: self.paused or self.sleeper.level > 0,
         )
         self.scheduler = Scheduler(
             KVCache(self.runner.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching),
@@ -97,6 +99,7 @@ class Engine:
             max_head_rows=self.runner.max_head_rows,
             by_priority=config.scheduling_policy == "priority",
         )
+        self.sleeper = Sleeper(self.runner, self.store, self.scheduler)
         self.sampler = Sampler(config.logprobs_mode, exact=config.batch_invariant)
         self._eos = self.runner.eos_token_ids
         self._seeds = random.Random(secrets.randbits(64) if config.seed is None else config.seed)
@@ -164,6 +167,11 @@ class Engine:
         return bool(self.scheduler.requests)
 
     @property
+    def halted(self) -> bool:
+        """True while no step would do anything: paused, asleep, or without valid weights."""
+        return self.paused or self.sleeper.level > 0 or not self.store.valid
+
+    @property
     def stats(self) -> dict[str, int]:
         """Counters since the start, and how many sequences and blocks are in use now."""
         scheduler = self.scheduler
@@ -173,6 +181,7 @@ class Engine:
             "waiting": sum(1 for _ in scheduler) - len(scheduler.running),
             "free_blocks": scheduler.kv.num_free,
             "num_blocks": scheduler.kv.num_usable,
+            "sleep_level": self.sleeper.level,
         }
         return Counter({**scheduler.counters, **now})
 
@@ -181,7 +190,7 @@ class Engine:
     def step(self) -> list[TokenOutput]:
         """Commit weights that are ready; then schedule, forward, sample, stop, emit."""
         self.commit_weights()
-        if self.paused or not self.store.valid:
+        if self.halted:
             return []
         batch = self.scheduler.schedule()
         if not batch.scheduled:

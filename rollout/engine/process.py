@@ -114,7 +114,7 @@ class EngineProcess:
     ) -> None:
         self.inbox, self.outbox = inbox, outbox
         self._decode = msgspec.msgpack.Decoder(ToEngine).decode
-        self._draining: list[int] = []
+        self._draining: list[Call] = []
         self._answers: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
@@ -148,7 +148,7 @@ class EngineProcess:
 
     def turn(self) -> None:
         """One turn of the loop; blocks while there is nothing to do."""
-        busy = self.engine.has_work and not self.engine.paused
+        busy = self.engine.has_work and not self.engine.halted
         ready = dict(self._poller.poll(0 if busy else None))
         if self._wake.fileno() in ready:
             self._wake.recv(4096)
@@ -159,10 +159,9 @@ class EngineProcess:
             self._send(self._answers.get())
         self._emit(self.engine.step())
         if self._draining and not self.engine.has_work:
-            self.engine.paused = True
-            for call_id in self._draining:
-                self._send(Reply(call_id, {"status": "paused"}))
-            self._draining.clear()
+            drained, self._draining = self._draining, []
+            for call in drained:
+                self._call(call)
 
     def wake(self) -> None:
         """Let the loop turn once more; any thread may call it."""
@@ -204,25 +203,52 @@ class EngineProcess:
             self._answers.put(Reply(call_id, error=CallError(refusal.status, refusal.message, refusal.param)))
         self.wake()
 
-    def _call_pause(self, call: Call) -> dict[str, Any] | None:
-        """abort: end all requests now. wait: let them finish first. keep: freeze them where they are."""
+    def _stopped(self, call: Call) -> bool:
+        """Stop what runs in the call's mode. abort: end all requests now. wait: let them finish first, False until
+        then. keep: freeze them where they are."""
         mode = call.params.get("mode", "abort")
-        if mode == "wait" and self.engine.has_work and not self.engine.paused:
-            self._draining.append(call.call_id)
-            return None
+        if mode == "wait" and self.engine.has_work and not self.engine.halted:
+            self._draining.append(call)
+            return False
         if mode == "abort":
             self._emit(self.engine.abort(AbortRequests(None)))
+        return True
+
+    def _call_pause(self, call: Call) -> dict[str, Any] | None:
+        if not self._stopped(call):
+            return None
         self.engine.paused = True
         return {"status": "paused"}
 
+    def _call_sleep(self, call: Call) -> dict[str, Any] | None:
+        if not self._stopped(call):
+            return None
+        return self._moved(call, lambda: self.engine.sleeper.sleep(call.params["level"]))
+
+    def _call_wake_up(self, call: Call) -> dict[str, Any] | None:
+        return self._moved(call, lambda: self.engine.sleeper.wake_up(call.params["tags"]))
+
+    def _moved(self, call: Call, move: Callable[[], None]) -> dict[str, Any] | None:
+        try:
+            move()
+        except RuntimeError as error:  # torch's, of a device or host without memory
+            message = f"{call.method} found no memory: free some, then call it again ({error})"
+            self._send(Reply(call.call_id, error=CallError(503, message)))
+            return None
+        return {"asleep": sorted(self.engine.sleeper.asleep)}
+
     def _call_resume(self, call: Call) -> dict[str, Any] | None:
         if not self.engine.store.valid:
-            message = "the weights are invalid (an update in place is open, or failed): complete one, then resume"
+            message = (
+                "the weights are invalid (an update in place is open or failed, or they slept at level 2): complete an "
+                "update, then resume"
+            )
             self._send(Reply(call.call_id, error=CallError(409, message)))
             return None
         self.engine.paused = False
-        for call_id in self._draining:
-            self._send(Reply(call_id, error=CallError(409, "resumed while waiting for running requests to finish")))
+        for waits in self._draining:
+            message = "resumed while waiting for running requests to finish"
+            self._send(Reply(waits.call_id, error=CallError(409, message)))
         self._draining.clear()
         return {"status": "resumed"}
 

@@ -295,6 +295,10 @@ class EngineClient:
                 if not connection.ended:
                     self.fail(f"it hangs: {error}")
 
+    def lose_weights(self, error: EngineError) -> None:
+        """Refuse new requests with this, until weights are committed."""
+        self._weights_error = error
+
     def fail(self, reason: str) -> None:
         """It is dead, or as good as dead: fail everything that waits for it, and see to a successor."""
         if self._connection.ended:

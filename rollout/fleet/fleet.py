@@ -21,6 +21,7 @@ from rollout.fleet.connection import EngineStarter, EngineTarget, processes, run
 from rollout.fleet.errors import EngineError
 from rollout.fleet.joining import copy_weights, weights_to_give
 from rollout.fleet.router import Router
+from rollout.fleet.sleep import FleetSleep
 from rollout.fleet.stream import PROMPT_DISCOUNT, RequestStream
 from rollout.fleet.weight_calls import WeightCalls, call_all, first
 from rollout.messages import AddRequest, EngineReady, EngineState
@@ -71,6 +72,7 @@ class Fleet:
         self._size = size
         self._router = Router()
         self._updates = WeightCalls(self._callable)
+        self.sleeping = FleetSleep(self._updates, self._callable)
         self._paused = False
         self._leaving: int | None = None
         self._gone = EngineState(epoch=0, version="default", paused=False)  # the newest of what those served that left
@@ -164,7 +166,7 @@ class Fleet:
         """Raise a 503 where no engine can generate, or `n` choices more would be too much, and a 400 where they always
         would; to be asked right before they are submitted."""
         sources = self._sources()
-        if not sources and (refusal := self.refusal) is not None:
+        if (refusal := self.sleeping.refusal or (None if sources else self.refusal)) is not None:
             raise refusal
         seats = self.info.max_num_seqs
         most = seats * len(self.ranks) + self.max_queued
@@ -295,7 +297,7 @@ class Fleet:
         while paused != self._paused:  # it was changed meanwhile
             paused = self._paused
             await client.send_call("pause" if paused else "resume", {"mode": "keep"}, timeout_s=_CALL_S)
-        return lost
+        return await self.sleeping.tell(client, _CALL_S) or lost
 
     def _sources(self) -> list[EngineClient]:
         return [client for client in self.ranks if client.refusal is None]

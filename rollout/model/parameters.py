@@ -72,6 +72,34 @@ class ModelParameters:
         """A set over the live buffers themselves: what is made of their new values is not mixed with the old."""
         return ParameterSet(dict(self.live.tensors), graphs=self.live.graphs)
 
+    def put_away(self, *, keep: bool) -> None:
+        """Take the live set off the device, into host memory, or without `keep` only remember its shapes.
+
+        On a CPU host memory is where it is. The model can't compute until `bring_back`.
+        """
+        device = "cpu" if keep else "meta"
+        held = {
+            name: tensor.to(device) if keep else torch.empty_like(tensor, device=device)
+            for name, tensor in self.live.tensors.items()
+        }
+        for slot in self.slots.values():
+            slot.data = slot.data.new_empty(0)
+        self.live = ParameterSet(held)
+
+    def bring_back(self) -> None:
+        """Have the model compute with what was put away; where it was not kept, with anything at all.
+
+        Nothing has changed where the memory doesn't suffice, for which torch raises a RuntimeError.
+        """
+        device = next(iter(self.slots.values())).device
+        tensors = {
+            name: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+            for name, tensor in self.live.tensors.items()
+        }
+        for name, slot in self.slots.items():
+            slot.data = tensors[name]
+        self.live = ParameterSet(tensors)
+
     def commit(self, staged: ParameterSet) -> ParameterSet | None:
         """Have the model compute with the values of `staged`, between two forward passes.
 

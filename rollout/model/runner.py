@@ -86,10 +86,7 @@ class ModelRunner:
                 padded_rows(config.max_num_batched_tokens),
                 probe=lambda: self.forward([0], one, [0]),
             )
-        if self._captures:
-            self.graphs = DecodeGraphs(self._model, self.backend, config.max_num_seqs, CudaGraphs(self.device))
-            with torch.inference_mode():
-                self.graphs.capture_all(self.parameters.live.graphs)
+        self.capture()
         self.seconds = {"load": loaded - started, "check_and_cache": time.perf_counter() - loaded}
 
     @property
@@ -205,6 +202,22 @@ class ModelRunner:
         """Whether decode steps are CUDA graphs, if the model lets itself be captured."""
         eager = self.config.enforce_eager or self.config.tensor_parallel_size > 1
         return self.device.type == "cuda" and not eager and self._serves_triton
+
+    def capture(self) -> None:
+        """Capture the decode steps where they are CUDA graphs."""
+        if self._captures:
+            self.graphs = DecodeGraphs(self._model, self.backend, self.config.max_num_seqs, CudaGraphs(self.device))
+            with torch.inference_mode():
+                self.graphs.capture_all(self.parameters.live.graphs)
+
+    def drop_cache(self) -> None:
+        """Give back the KV cache and the graphs, in which its addresses and those of the parameters are baked in.
+
+        Before the next forward pass `backend.allocate` and then `capture` make them anew.
+        """
+        self.graphs = None
+        self.parameters.live.graphs = {}
+        self.backend.free()
 
     @torch.inference_mode()
     def forward(self, token_ids: list[int], batch: RaggedBatch, head_rows: list[int]) -> Tensor:

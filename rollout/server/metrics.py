@@ -62,6 +62,7 @@ class Metrics:
             yield self._each(GaugeMetricFamily(name, help, labels=_LABELS), {r: s[key] for r, s in stats.items()})
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", labels=_LABELS)
         yield self._each(usage, {r: 1 - s["free_blocks"] / s["num_blocks"] for r, s in stats.items()})
+        yield self._sleep(stats)
         yield self._finished(stats)
         yield from self._updates(stats)
         yield self._staleness(stats)
@@ -75,6 +76,14 @@ class Metrics:
     def _each(self, family: Family, values: Mapping[int, float]) -> Family:
         for rank, value in values.items():
             family.add_metric([self._model, str(rank)], value)
+        return family
+
+    def _sleep(self, stats: dict[int, dict[str, Any]]) -> Metric:
+        help = "1 for the state that the engine is in: awake, or asleep at level 1 (weights_offloaded) or 2."
+        family = GaugeMetricFamily("vllm:engine_sleep_state", help, labels=[*_LABELS, "sleep_state"])
+        for rank, counted in stats.items():
+            for level, state in enumerate(("awake", "weights_offloaded", "discard_all")):
+                family.add_metric([self._model, str(rank), state], counted.get("sleep_level", 0) == level)
         return family
 
     def _finished(self, stats: dict[int, dict[str, Any]]) -> Metric:

@@ -54,7 +54,7 @@ class NameMap:
 
     def __init__(self, parameters: ModelParameters) -> None:
         first = parameters.first
-        self.slots = parameters.slots
+        self._held = {name: tensor.shape for name, tensor in parameters.slots.items()}
         self.optional = parameters.buffers
         self.shares = {name: Share(name, tensor) for name, tensor in parameters.sharded.items()}
         model = parameters.model
@@ -70,7 +70,7 @@ class NameMap:
 
     def shape(self, slot: str) -> torch.Size:
         """The whole parameter's shape."""
-        return self.shares[slot].shape if slot in self.shares else self.slots[slot].shape
+        return self.shares[slot].shape if slot in self.shares else self._held[slot]
 
     def _add(self, name: str, first: dict[str, str], module_name: str, view: torch.Tensor, style: Style | None) -> None:
         slot = first[module_name]

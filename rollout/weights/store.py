@@ -31,7 +31,8 @@ class WeightStore:
     the engine's thread, between two steps; all else may run beside decoding. Staging is a second set of parameters,
     allocated at the first update; a commit frees a set for the next one. In place, the live buffers are themselves
     the staging: `valid` is False, and no forward pass may run, from then until a commit (or until the update is
-    dropped, if it wrote nothing). `prepare` is called with each complete set before it is committed.
+    dropped, if it wrote nothing). `prepare` is called with each complete set before it is committed. `asleep`: the live
+    set is off its device (`sleep`); it can be read where it is valid, but not replaced.
     Of a sharded model it holds this rank's share; `mesh` is what whole parameters are gathered over.
     """
 
@@ -52,6 +53,7 @@ class WeightStore:
         self.epoch = 0
         self.label = "default"
         self.valid = True
+        self.asleep = False
         self.names = NameMap(parameters)
         self.on_unread: Callable[[], None] = lambda: None
         """Called, on any thread, when a reader of the live set has ended: a commit may have waited for it."""
@@ -100,6 +102,8 @@ class WeightStore:
 
         Raises WeightUpdateError: 409 where it doesn't fit what serves, 400 where it can't be had of a sharded model.
         """
+        if self.asleep:
+            raise WeightUpdateError(409, "the weights are asleep: POST /wake_up?tags=weights before an update")
         if body.base_epoch is not None and body.base_epoch != self.epoch:
             raise WeightUpdateError(
                 409, f"the changes are against epoch {body.base_epoch}, epoch {self.epoch} serves: push it whole"
@@ -136,7 +140,7 @@ class WeightStore:
         with self._lock:
             if not staging.in_place:
                 self._lent.remove(staging.into)
-                self._spare = staging.into
+                self._spare = None if self.asleep else staging.into
             elif not staging.written:
                 self.valid = not staging.replaces_invalid
 
@@ -160,6 +164,24 @@ class WeightStore:
             self.epoch += 1
             self.label = self.label if label is None else label
             self.valid = True
+
+    def sleep(self, *, keep: bool) -> None:
+        """Give the memory of all sets back, between two steps and while no update is open.
+
+        The live one goes to host memory, or without `keep` is lost: the weights are invalid then, until a commit.
+        """
+        with self._lock:
+            self._spare = None
+            self.valid &= keep
+            self.parameters.put_away(keep=self.valid)
+            self.asleep = True
+
+    def wake_up(self) -> None:
+        """Take the memory again. Where that fails, with torch's RuntimeError, the weights are still asleep."""
+        self.parameters.bring_back()
+        if self.valid:
+            self._prepare(self.parameters.live)
+        self.asleep = False
 
     @property
     def validity(self) -> str:

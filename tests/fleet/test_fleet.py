@@ -24,7 +24,7 @@ from trainer_bridge.push.sender import WeightPushError, WeightSender
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetServer]:
-    with fleet(tmp_path_factory.mktemp("fleet")) as running:
+    with fleet(tmp_path_factory.mktemp("fleet"), "--enable-sleep-mode") as running:
         yield running
 
 
@@ -62,6 +62,19 @@ def test_every_rank_answers_as_one_engine_does(server: FleetServer, serving: tup
         assert f'rollout:weight_epoch{{engine="{rank}",model_name="{server.path}"}} {serving[1]:.1f}' in metrics
     logged = of_server(server.client)
     assert (logged["server/weight_epoch"], logged["server/engine_up"]) == (serving[1], 2)
+
+
+def test_a_rank_that_dies_asleep_comes_back_asleep_with_the_fleets_weights(
+    server: FleetServer, serving: tuple[int, int, str]
+) -> None:
+    server.client.sleep(1)
+    server.kill(1)
+    server.wait_whole(1)  # its weights came from an engine that sleeps
+    assert server.client.is_sleeping()
+    with pytest.raises(RolloutError, match="the weights are asleep"):
+        server.client.post("/update_weights", {"weight_dir": str(server.path)})
+    server.client.wake_up()
+    server.check_serves(*serving)
 
 
 def test_an_epoch_names_the_same_weights_on_every_rank(server: FleetServer, serving: tuple[int, int, str]) -> None:

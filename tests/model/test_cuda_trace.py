@@ -159,3 +159,22 @@ def test_a_commit_is_a_copy_on_the_device() -> None:
             parameters.commit(staged)
         assert launches.counts == {"_foreach_copy_": 1}
         assert launches.on_host == []
+
+
+def test_what_is_put_away_comes_back_to_the_device() -> None:
+    with fake_cuda(), torch.no_grad():
+        parameters = ModelParameters(cuda_model(tiny_models.config("qwen3")))
+        shapes = {name: tensor.shape for name, tensor in parameters.live.tensors.items()}
+
+        def held() -> set[str]:
+            assert {name: tensor.shape for name, tensor in parameters.live.tensors.items()} == shapes
+            return {tensor.device.type for tensor in parameters.live.tensors.values()}
+
+        for keep, where in ((True, "cpu"), (False, "meta")):
+            parameters.put_away(keep=keep)
+            assert held() == {where}
+            assert {(slot.device.type, slot.numel()) for slot in parameters.slots.values()} == {("cuda", 0)}
+            parameters.bring_back()
+            assert held() == {"cuda"}
+            for name, slot in parameters.slots.items():
+                assert (slot.device, slot.shape) == (CUDA, shapes[name])

@@ -77,7 +77,7 @@ EXAMPLES = list(examples())
 def answers(smollm2: Path) -> list[httpx.Response]:
     """What a live server answers to the page from top to bottom."""
     config = ServerConfig(served_model_name="smol", enable_scale_out=True)
-    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "num_threads": 1}
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 2048, "num_threads": 1, "enable_sleep_mode": True}
     with (
         running_server(config, model=str(smollm2), target=run_engine, **options) as server,
         httpx.Client(base_url=server.url, timeout=120) as client,

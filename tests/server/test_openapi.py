@@ -31,7 +31,7 @@ from tests.support.server_harness import RunningServer, running_server
 from tests.support.wait import eventually
 
 FULL = {"enable_scale_out": True, "skip_tokenizer_init": True}
-DOCUMENT = create_app(Fleet(EngineConfig()), EngineConfig(), ServerConfig(**FULL)).openapi()
+DOCUMENT = create_app(Fleet(EngineConfig()), EngineConfig(enable_sleep_mode=True), ServerConfig(**FULL)).openapi()
 SCHEMA = schemathesis.openapi.from_dict(DOCUMENT)
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 OPERATIONS = [(method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods]
@@ -40,7 +40,9 @@ OPERATIONS.remove(("POST", "/scale_elastic_ep"))  # starts as many processes as 
 DISRUPTIVE = [
     (method, path)
     for method, path in OPERATIONS
-    if path in ("/pause", "/resume", "/is_paused", "/init_broadcaster", "/get_world_size") or "weight" in path
+    if path in ("/pause", "/resume", "/is_paused", "/init_broadcaster", "/get_world_size", "/wake_up")
+    or "weight" in path
+    or "sleep" in path
 ]
 GENERATIVE = [operation for operation in OPERATIONS if operation not in DISRUPTIVE]
 PATH = "/inference/v1/generate"
@@ -61,6 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def serve(folder: Path) -> Iterator[RunningServer]:
     options: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 8, "num_threads": 1, "weight_update_timeout_s": 1.0}
+    options["enable_sleep_mode"] = True
     config = ServerConfig(served_model_name="smol", enable_scale_out=True, return_sampling_mask=True)
     with running_server(config, model=str(folder), target=run_engine, **options) as running:
         yield running
@@ -142,6 +145,10 @@ def attack(server: RunningServer, method: str, path: str, examples: int) -> None
     send()
     assert httpx.get(f"{server.url}/health").status_code == 200
     body = {"token_ids": [70, 71], "sampling_params": {"max_tokens": 3, "temperature": 0}}
+    httpx.post(f"{server.url}/wake_up", timeout=300)
+    if httpx.get(f"{server.url}/weight_info").json()["weights"] == "invalid":  # it slept at level 2
+        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]["root"]
+        httpx.post(f"{server.url}/update_weights", json={"weight_dir": model}, timeout=300)
     httpx.post(f"{server.url}/resume", timeout=300)
     answer = httpx.post(server.url + PATH, json=body, timeout=60).json()
     assert len(answer["choices"][0]["token_ids"]) == 3
@@ -180,7 +187,7 @@ def test_nor_do_hundreds_of_calls_that_pause_or_update(disrupted: RunningServer,
 
 
 def test_every_answer_has_a_schema() -> None:
-    empty = {"/health", "/ping", "/inference/v1/abort_requests", "/init_broadcaster"}
+    empty = {"/health", "/ping", "/inference/v1/abort_requests", "/init_broadcaster", "/sleep", "/wake_up"}
     for method, path in OPERATIONS:
         responses = DOCUMENT["paths"][path][method.lower()]["responses"]
         assert "422" not in responses

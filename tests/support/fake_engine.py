@@ -50,6 +50,7 @@ class FakeEngine:
         self.running: dict[str, tuple[AddRequest, list[int]]] = {}
         self.version = "default"
         self.paused: str | None = None
+        self.asleep: set[str] = set()
         self.seen: dict[str, Any] = {"added": [], "aborted": [], "silent": 0, "stopped": []}
         self.calls: list[dict[str, Any]] = []
 
@@ -91,11 +92,18 @@ class FakeEngine:
                     outputs = self.abort(AbortRequests(None))
             case "resume":
                 self.paused = None
+            case "sleep":
+                self.asleep = {"weights", "kv_cache"}
+                if call.params["mode"] == "abort":
+                    outputs = self.abort(AbortRequests(None))
+            case "wake_up":
+                self.asleep -= set(call.params["tags"])
             case "update_weight_version":
                 self.version = call.params["new_version"]
                 result = {"success": True, **call.params}
             case "weight_info":
                 result = {"weight_version": self.version, "epoch": 0, "state": "idle", "last_error": None}
+                result["weights"] = "valid"
             case "update_weights":
                 return Reply(call.call_id, error=CallError(409, "no update is open (state: idle)", "state")), []
             case "start_weight_update":
@@ -173,7 +181,7 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
     engine = FakeEngine()
     parent = os.getppid()
     while os.getppid() == parent:
-        waiting = not engine.running or engine.paused is not None
+        waiting = not engine.running or engine.paused is not None or bool(engine.asleep)
         slow = any(request.prompt_token_ids[0] in (SLOW, NEVER) for request, _ in engine.running.values())
         outputs: list[TokenOutput] = []
         while receiver.poll(200 if waiting else 50 if slow else 1):
@@ -188,7 +196,7 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
                     reply, aborted = engine.call(call)
                     outputs += aborted
                     sender.send(encode(reply))
-        if engine.paused is None:
+        if engine.paused is None and not engine.asleep:
             outputs += engine.step()
         if outputs:
             sender.send(encode(Outputs(outputs)))

@@ -91,6 +91,7 @@ class Script:
     weights: int = 0
     valid: bool = True
     paused: bool = False
+    asleep: set[str] = field(default_factory=set)
     session: Session | None = None
     joined: Any = None
     running: dict[str, tuple[AddRequest, int]] = field(default_factory=dict)
@@ -151,7 +152,7 @@ class Script:
 
     def generate(self) -> None:
         """Sample one token of every request."""
-        if self.paused or not self.valid or self.dead:
+        if self.paused or self.asleep or not self.valid or self.dead:
             return
         outputs = []
         for request_id, (request, count) in list(self.running.items()):
@@ -205,6 +206,13 @@ class Script:
             raise Refused(409, "the weights are invalid")
         self.paused = False
 
+    def _sleep(self, params: Params) -> None:
+        self.valid &= params["level"] == 1
+        self.asleep = {"weights", "kv_cache"}
+
+    def _wake_up(self, params: Params) -> None:
+        self.asleep -= set(params["tags"])
+
     def _init_weight_transfer_engine(self, params: Params) -> None:
         self._drop()
         self.joined = params["init_info"]
@@ -217,6 +225,8 @@ class Script:
         if self.joined is None:
             raise Refused(400, "call init_weight_transfer_engine first")
         in_place = params.get("weight_staging") == "in_place"
+        if "weights" in self.asleep:
+            raise Refused(409, "the weights are asleep")
         if self.session is not None or (in_place and not self.paused):
             raise Refused(409, "not now")
         self.session = Session(in_place)

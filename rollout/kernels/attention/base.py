@@ -110,9 +110,18 @@ class AttentionBackend(ABC):
     ) -> None:
         self.layers, self.num_blocks, self.block_size = layers, num_blocks, block_size
         self.dtype, self.device = dtype, device
+        self.allocate()
+
+    def allocate(self) -> None:
+        """Make the caches, with nothing in them: at first, and after `free`."""
+        layers = self.layers
         filled = [-(-layer.value_dim // self.VALUE_MULTIPLE) * self.VALUE_MULTIPLE for layer in layers]
         self.keys = [self.new_cache(layer.num_kv_heads, layer.key_dim) for layer in layers]
         self.values = [self.new_cache(layer.num_kv_heads, dim) for layer, dim in zip(layers, filled, strict=True)]
+
+    def free(self) -> None:
+        """Give the caches' memory back: no forward pass may come before `allocate`."""
+        self.keys, self.values = [], []
 
     def new_cache(self, kv_heads: int, dim: int) -> Tensor:
         """Memory for the keys or the values of one layer, (num_blocks, …) in `dtype` on `device`."""

@@ -76,15 +76,14 @@ async def abort_requests(
     return Response()
 
 
-async def _scale_out_disabled() -> Response:
-    message = "Scale-out endpoints are disabled. Restart rollout serve with --enable-scale-out to enable them."
-    raise ApiError(403, message)
-
-
-def disabled(router: APIRouter) -> APIRouter:
+def disabled(router: APIRouter, what: str, flag: str) -> APIRouter:
     """The paths of this router on a server that was started without the flag they need."""
     off = APIRouter()
+
+    async def refuse() -> Response:
+        raise ApiError(403, f"{what} are disabled. Restart rollout serve with {flag} to enable them.")
+
     for route in router.routes:
         assert isinstance(route, APIRoute)
-        off.add_api_route(route.path, _scale_out_disabled, methods=[*(route.methods or ())])
+        off.add_api_route(route.path, refuse, methods=[*(route.methods or ())])
     return off
