@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from rollout.messages import EngineReady
+from rollout.server.errors import as_api_error, error_response
 
 _ONE_PROMPT = frozenset(
     {
@@ -64,7 +65,7 @@ class BodyLimit:
         headers = dict(scope.get("headers", ()))
         length = headers.get(b"content-length", b"")
         announced = int(length) if length.isdigit() else 0
-        received, complete = 0, not announced and b"transfer-encoding" not in headers
+        received, complete, answered = 0, not announced and b"transfer-encoding" not in headers, False
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         limit = min(self._max_bytes, self._prompt_bytes()) if path in _ONE_PROMPT else self._max_bytes
 
@@ -87,6 +88,8 @@ class BodyLimit:
             return message
 
         async def answering(message: Message) -> None:
+            nonlocal answered
+            answered = True
             if message["type"] == "http.response.start" and not complete:
                 if b"expect" not in headers:  # such a client sends nothing before it is told to
                     with contextlib.suppress(TimeoutError, HTTPException):
@@ -97,7 +100,12 @@ class BodyLimit:
                     message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
-        await self._app(scope, limited, answering)
+        try:
+            await self._app(scope, limited, answering)
+        except Exception as error:
+            if not answered:  # else the app's outermost middleware answers, past `answering`
+                await error_response(as_api_error(error))(scope, limited, answering)
+            raise  # to the log
 
     def _too_large(self, limit: int) -> HTTPException:
         why = "--max-body-bytes" if limit == self._max_bytes else "no prompt of the model's length takes more"

@@ -42,7 +42,8 @@ def serve(engine_config: EngineConfig, config: ServerConfig, *, target: EngineTa
         try:
             engine_config = with_own_snapshot_folder(engine_config, stack)
         except OSError as error:
-            print(f"rollout: can't write to --keep-weight-snapshot: {error}", file=sys.stderr)
+            folder = engine_config.keep_weight_snapshot
+            print(f"rollout: can't write to --keep-weight-snapshot {folder}: {error.strerror}", file=sys.stderr)
             return 1
         runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
         return runner.run(_serve(engine_config, config, listener, target, started))

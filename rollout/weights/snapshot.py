@@ -24,18 +24,20 @@ logger = logging.getLogger(__name__)
 
 _FILE_BYTES = 64 << 20  # a file is put together in one go, for which other threads of this process have to wait
 _ABOUT = "snapshot.json"
+_RETRY_S = 30.0  # after a snapshot that failed, as on a full disk
 
 
 class SnapshotKeeper:
     """Writes the store's weights as `<folder>/epoch-<n>`: safetensors under module names, and `snapshot.json`.
 
     A thread of its own writes them; a folder gets its name once it is whole, and the older ones go then. Commits that
-    follow each other faster than that are left out, but for the newest. While it reads, as a checksum does, an update
-    in place is refused with a 409. Nothing is forced to the disk: a machine that goes down takes the server along.
+    follow each other faster than that are left out, but for the newest. One that fails is logged, and tried again every
+    `retry_s` seconds. While it reads, as a checksum does, an update in place is refused with a 409. Nothing is forced
+    to the disk: a machine that goes down takes the server along.
     """
 
-    def __init__(self, store: WeightStore, folder: str) -> None:
-        self._store, self._folder = store, Path(folder)
+    def __init__(self, store: WeightStore, folder: str, *, retry_s: float = _RETRY_S) -> None:
+        self._store, self._folder, self._retry_s = store, Path(folder), retry_s
         self._wanted = threading.Event()
         threading.Thread(target=self._run, name="weights-snapshot", daemon=True).start()
 
@@ -49,7 +51,10 @@ class SnapshotKeeper:
             try:
                 self._write()
             except (OSError, SafetensorError, WeightUpdateError):
-                logger.exception("the snapshot of the weights could not be written")
+                logger.exception("the snapshot of the weights could not be written; next try in %g s", self._retry_s)
+                shutil.rmtree(self._folder / "partial", ignore_errors=True)
+                self._wanted.wait(self._retry_s)  # or until the next commit
+                self._wanted.set()
 
     def _write(self) -> None:
         epoch, label = self._store.epoch, self._store.label

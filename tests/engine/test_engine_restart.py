@@ -257,6 +257,22 @@ def test_a_rank_of_several_makes_the_folder_of_its_snapshots(tmp_path):
     assert same_weights(model, llama(1))
 
 
+def test_a_snapshot_that_failed_is_tried_again(tmp_path, caplog):
+    """It used to be written after the next commit only: an engine that died before that lost the weights."""
+    store = WeightStore(ModelParameters(llama(1)))
+    store.epoch = 1
+    folder = tmp_path / "full"
+    folder.write_text("in the way, as no room is")
+    keeper = SnapshotKeeper(store, str(folder), retry_s=0.01)
+    keeper.request()
+    eventually(lambda: caplog.text.count("could not be written") >= 2)
+    folder.unlink()
+    eventually(lambda: (folder / "epoch-000000001").exists())
+    model = llama(0)
+    resume(WeightStore(ModelParameters(model)), str(folder), 1, "v1")
+    assert same_weights(model, llama(1))
+
+
 def test_snapshots_and_offers_are_copied_beside_decoding(monkeypatch):
     """On a stream that waits for the default one but keeps it free. Stands in for CUDA's streams and device guard."""
     log = []

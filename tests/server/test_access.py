@@ -26,6 +26,7 @@ from starlette.exceptions import HTTPException
 from rollout.config import ServerConfig
 from rollout.server import limits
 from rollout.server.auth import api_keys
+from rollout.server.context import ServerContext
 from tests.support import fake_engine
 from tests.support.server_harness import RunningServer, running_server
 from tests.support.wait import eventually
@@ -236,6 +237,21 @@ def test_a_body_that_never_came_held_its_connection_after_the_answer(
         answer = received(connection)
     assert answer.startswith(b"HTTP/1.1 4")
     assert b"connection: close" in answer
+
+
+def test_a_server_error_left_the_connection_of_a_body_that_never_came_open(
+    guarded: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is answered outside of all middleware but ours."""
+    monkeypatch.setattr(ServerContext, "model_name", property(lambda _: 1 / 0))
+    head = "GET /v1/models HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer key\r\nContent-Type: application/json"
+    with connect(guarded) as connection:
+        connection.sendall(f"{head}\r\nContent-Length: 60000000\r\n\r\nx".encode())
+        answer = received(connection)
+    assert answer.startswith(b"HTTP/1.1 500 ")
+    assert b"connection: close" in answer
+    assert answer.count(b"HTTP/1.1") == 1
+    assert b"ZeroDivisionError. Its log has the traceback" in answer
 
 
 def test_a_client_that_sends_on_still_reads_its_refusal(guarded: RunningServer) -> None:

@@ -369,6 +369,14 @@ def test_a_port_that_is_taken_is_reported_before_anything_is_loaded(tmp_path: Pa
     assert errors.startswith("rollout: can't listen on 127.0.0.1:")
 
 
+def test_a_folder_for_snapshots_that_is_not_there_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message had the name of a temporary folder that could not be made in it."""
+    missing = tmp_path / "missing"
+    assert main.serve(EngineConfig(model="", keep_weight_snapshot=str(missing)), ServerConfig(port=0)) == 1
+    reported = f"rollout: can't write to --keep-weight-snapshot {missing}: No such file or directory\n"
+    assert capsys.readouterr().err == reported
+
+
 def test_every_field_is_a_flag() -> None:
     shown = CliRunner().invoke(cli.app, ["serve", "--help"], env={"COLUMNS": "300"}).output
     for flag in ("--max-num-seqs", "--no-enable-prefix-caching", "--kv-policy", "--tokens-only", "--api-key", "--port"):
