@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,11 +12,13 @@ from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from rollout.messages import EngineReady
 from rollout.server.errors import as_api_error, error_response
+from rollout.server.wire.body import Body
 
 _ONE_PROMPT = frozenset(
     {
@@ -37,6 +38,8 @@ _OTHER_BYTES = 8 << 20
 _BYTES_A_TOKEN = 64
 _MAX_CONTAINERS = 1_000_000
 _MAX_STRINGS = 2_000_000
+# Of lists and objects of more than _SMALL_BYTES, each of which is gone through once more.
+_MAX_DEPTH = 16
 # How long the rest of a body that nobody reads may come before its connection is closed, in seconds.
 _LINGER_S = 1.0
 
@@ -121,7 +124,8 @@ async def require_json(request: Request) -> None:
 
 
 class BoundedRoute(APIRoute):
-    """A route for bodies of JSON, the large ones of which are looked through and parsed on a thread: it takes long."""
+    """A route for bodies of JSON, the large ones of which are looked through, parsed and validated on a thread: it
+    takes long. In pieces, between which other threads run, since Python's lock is held for each."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """The handler, which reads bodies this way."""
@@ -129,23 +133,40 @@ class BoundedRoute(APIRoute):
 
         async def bounded(request: Request) -> Response:
             await require_json(request)
-            return await handle(_BoundedRequest(request.scope, request.receive))
+            reading = _BoundedRequest(request.scope, request.receive)
+            try:
+                body = await reading.body()
+            except ClientDisconnect:
+                return Response()  # which nobody reads
+            if len(body) > _SMALL_BYTES:
+                model: EngineReady = request.app.state.server.model
+                most = 2 * max(model.max_model_len, model.vocab_size)
+                reading.large = await asyncio.to_thread(self._read, body, most)
+            return await handle(reading)
 
         return bounded
 
+    def _read(self, body: bytes, max_numbers: int) -> Any:
+        """The body as the model of it that this route takes, or as JSON where it takes single fields."""
+        parsed, field = parse_large(body, max_numbers), self.body_field
+        if field is None or not issubclass(field.field_info.annotation or object, Body):
+            return parsed
+        made, errors = field.validate(parsed, loc=("body",))
+        if errors:
+            raise RequestValidationError(errors)
+        return made  # which pydantic, asked again, takes as it is
+
 
 class _BoundedRequest(Request):
+    large: Any = None
+
     async def json(self) -> Any:
-        body = await self.body()
-        if len(body) <= _SMALL_BYTES:
-            return await super().json()
-        model: EngineReady = self.app.state.server.model
-        return await asyncio.to_thread(parse_large, body, 2 * max(model.max_model_len, model.vocab_size))
+        return await super().json() if self.large is None else self.large
 
 
 def parse_large(body: bytes, max_numbers: int) -> Any:
     """What this JSON says. Raises a 400 before it is parsed where a list would hold more than `max_numbers` numbers,
-    or the body too many lists, objects and strings, and JSONDecodeError where it is no JSON.
+    or the body too many lists, objects and strings, and RequestValidationError where it is no JSON.
 
     Parsed, such a list would take ten times the memory of its text, and its parsing would hold Python's lock for long.
     """
@@ -165,9 +186,25 @@ def parse_large(body: bytes, max_numbers: int) -> Any:
                     400, f"The body holds a list of more than {max_numbers} numbers; no list of ids here is so long."
                 )
     try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise json.JSONDecodeError(str(error), "", 0) from None
+        return _decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        found = {"type": "json_invalid", "loc": ("body",), "msg": f"JSON decode error: {error}", "input": {}}
+        raise RequestValidationError([found]) from None
+
+
+def _decode(data: bytes | msgspec.Raw, depth: int = 0) -> Any:
+    """What this JSON says; where it is large, part by part."""
+    if len(data) <= _SMALL_BYTES:
+        return msgspec.json.decode(data)
+    if depth == _MAX_DEPTH:
+        raise HTTPException(400, f"The body nests large lists and objects {depth} deep: no request does.")
+    try:
+        parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw] | list[msgspec.Raw])
+    except msgspec.ValidationError:  # a text, or a number
+        return msgspec.json.decode(data)
+    if isinstance(parts, dict):
+        return {name: _decode(part, depth + 1) for name, part in parts.items()}
+    return [_decode(part, depth + 1) for part in parts]
 
 
 class PromptProtocol(HttpToolsProtocol):

@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,10 +26,13 @@ from starlette.exceptions import HTTPException
 
 from rollout.config import ServerConfig
 from rollout.server import limits
+from rollout.server.api import generate
 from rollout.server.auth import api_keys
 from rollout.server.context import ServerContext
+from rollout.server.wire.completions import CompletionRequest
 from tests.support import fake_engine
 from tests.support.server_harness import RunningServer, running_server
+from tests.support.trace import traced
 from tests.support.wait import eventually
 
 PATH = "/inference/v1/generate"
@@ -320,6 +324,26 @@ def test_what_is_in_a_large_body_is_read_as_json(value: Any, piece: int) -> None
         assert limits.parse_large(json.dumps(value).encode(), 10**5) == value
 
 
+def test_a_batch_of_prompts_is_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """57 MB of them held up all others for 1.5 s: for so long Python's lock was held, on whichever thread."""
+    decode, sizes = msgspec.json.decode, list[int]()
+
+    def recorded(data: Any, **kind: Any) -> Any:
+        if not kind:  # else the parts are found, and left as they are
+            sizes.append(len(data))
+        return decode(data, **kind)
+
+    monkeypatch.setattr(msgspec.json, "decode", recorded)
+    (route,) = [r for r in generate.router.routes if isinstance(r, limits.BoundedRoute) and r.path == "/v1/completions"]
+    prompts = [[place % 500 for place in range(start, start + 5000)] for start in range(100)]
+    with traced() as trace:
+        made = route._read(json.dumps({"prompt": prompts, "max_tokens": 2}).encode(), 10**5)
+    assert isinstance(made, CompletionRequest)
+    assert made.prompts() == prompts
+    assert max(sizes) < 50_000
+    assert [called for _, called in trace.calls].count("server/wire/body.py:_breathe") >= len(prompts)
+
+
 def test_a_large_body_is_served_or_refused_like_a_small_one(guarded: RunningServer) -> None:
     headers = {"Content-Type": "application/json", "Authorization": "Bearer key"}
 
@@ -329,6 +353,11 @@ def test_a_large_body_is_served_or_refused_like_a_small_one(guarded: RunningServ
     assert sent(json.dumps(body(7))).is_success
     broken = sent(json.dumps(body(7))[:-1]).json()["error"]
     assert (broken["code"], "JSON decode error" in broken["message"]) == (400, True)
+    wrong = sent(json.dumps(body(7, n="many"))).json()["error"]
+    assert wrong == httpx.post(guarded.url + PATH, json=body(7, n="many"), headers=headers).json()["error"]
+    assert wrong["param"] == "body.sampling_params.n"
+    deep = sent("[" * 100_000).json()["error"]
+    assert (deep["code"], "JSON decode error" in deep["message"]) == (400, True)
     long = sent(json.dumps({**body(7), "token_ids": [5] * 500_000})).json()["error"]
     assert (long["code"], "list of more than" in long["message"]) == (400, True)
 

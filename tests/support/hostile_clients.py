@@ -74,8 +74,16 @@ def long_stops(url: str) -> str:
 def leave_many(url: str) -> str:
     """256 prompts with 64 choices each, from a client that goes at once."""
     body = {"prompt": [[5, 6, i % 64 + 5] for i in range(256)], "n": 64, "max_tokens": 64}
+    return leave(url, json.dumps(body).encode(), patience_s=0.5)
+
+
+def leave(url: str, content: bytes, patience_s: float = 10.0) -> str:
+    """A client that goes before its answer comes, which may take long."""
+    headers = {"Content-Type": "application/json"}
     with contextlib.suppress(httpx.TimeoutException):
-        httpx.post(url + "/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.5))
+        timeout = httpx.Timeout(60, read=patience_s)
+        answer = httpx.post(url + "/v1/completions", content=content, headers=headers, timeout=timeout)
+        return f"{answer.status_code} {answer.text[:STATUS_SHOWN]}"
     return "gone"
 
 
@@ -94,9 +102,13 @@ def inputs(max_model_len: int) -> Iterator[tuple[str, Callable[[str], str]]]:
     yield "nothing", lambda url: time.sleep(3) or ""  # type: ignore[func-returns-value]
     yield "60 MB of ids", lambda url: post(url, abuse.PATH, b'{"token_ids":[' + ids + b'],"sampling_params":{}}')
     yield "60 MB of ids as a prompt", lambda url: post(url, "/v1/completions", b'{"prompt":[' + ids + b"]}")
+    prompt = json.dumps([(37 * i) % 8000 + 5 for i in range(max_model_len - 8)], separators=(",", ":"))
+    prompts = ",".join([prompt] * min(2000, 57_000_000 // (len(prompt) + 1)))
+    yield "57 MB of prompts, a valid batch", lambda url: leave(url, f'{{"max_tokens":4,"prompt":[{prompts}]}}'.encode())
     yield "30 MB of lists", lambda url: post(url, "/v1/completions", b'{"prompt":[' + b"[5]," * 7_500_000 + b"[5]]}")
     yield "24 MB of strings", lambda url: post(url, "/v1/completions", b'{"prompt":[' + b'"a",' * 6_000_000 + b'"a"]}')
-    yield "10,000,001 allowed_token_ids", lambda url: generate(url, allowed_token_ids=[5] * 10_000_001)
+    allowed = b'{"token_ids":[5],"sampling_params":{"allowed_token_ids":[' + ids[:20_000_001] + b"]}}"
+    yield "10,000,001 allowed_token_ids", lambda url: post(url, abuse.PATH, allowed)
     yield "64 stop strings of 4 KB", long_stops
     yield "4,096 bad words", lambda url: generate(url, bad_words=[f"word{i}" for i in range(4096)])
     yield (

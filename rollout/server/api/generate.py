@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Request, Response
@@ -56,6 +57,8 @@ async def _answer(dialect: type[Writer[B]], body: B, request: Request) -> Respon
     body.check()
     generations: list[Generation] = []
     for prompt in body.prompts():
+        if generations:
+            await asyncio.sleep(0)  # others' turn: there may be thousands
         ids = prompt if isinstance(prompt, list) else await token_ids(server, prompt)
         first_index = generations[-1].first_index + generations[-1].n if generations else 0
         generations.append(await admit(server, body, request.headers, ids, first_index))
