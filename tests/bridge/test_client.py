@@ -131,8 +131,10 @@ def test_leaving_a_stream_early_aborts_the_request(server: RunningServer) -> Non
     with RolloutClient(server.url, api_key="secret") as client:
         stream = client.stream([fake_engine.SLOW, 20], {"max_tokens": 500})
         next(stream)
+        before = server.stats()["aborted"]
         stream.close()
         eventually(lambda: server.stats()["running"] == 0)
+    assert len(server.stats()["aborted"]) == len(before) + 1, "it did not end by itself"
 
 
 def test_cancelling_a_call_aborts_the_request(server: RunningServer) -> None:

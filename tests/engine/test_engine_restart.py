@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rollout.config import EngineConfig
 from rollout.fleet.client import EngineClient
@@ -300,7 +301,7 @@ def test_snapshots_and_offers_are_copied_beside_decoding(monkeypatch):
     assert log == ["made on cuda:1", "waits for the default", "cuda:1", "current", "copies", "done"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "other model", "gone", "not whole"])
+@pytest.mark.parametrize("damage", ["cut", "other model", "lacks one", "gone", "not whole"])
 def test_a_snapshot_that_can_not_be_used_is_no_weights(damage, tmp_path):
     store = WeightStore(ModelParameters(llama(1)))
     store.epoch = 1
@@ -309,6 +310,10 @@ def test_a_snapshot_that_can_not_be_used_is_no_weights(damage, tmp_path):
     (file,) = tmp_path.glob("*/*.safetensors")
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-8])
+    elif damage == "lacks one":
+        tensors = load_file(file)
+        del tensors["lm_head.weight"]
+        save_file(tensors, file)
     elif damage == "gone":
         file.unlink()
     elif damage == "not whole":

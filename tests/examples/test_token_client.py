@@ -69,8 +69,10 @@ def test_an_abort_keeps_what_there_is(client: Any, server: RunningServer) -> Non
 def test_leaving_the_loop_ends_the_request(client: Any, server: RunningServer) -> None:
     stream = client.stream([fake_engine.SLOW, 20], "left", max_tokens=1000)
     next(stream)
+    before = server.stats()["aborted"]
     stream.close()
     eventually(lambda: server.stats()["running"] == 0)
+    assert len(server.stats()["aborted"]) == len(before) + 1, "it did not end by itself"
 
 
 def test_refusals_are_told_in_the_servers_words(client: Any) -> None:

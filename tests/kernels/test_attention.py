@@ -87,7 +87,7 @@ class Harness:
             self.backend.copy_blocks(list(zip(parent.blocks[full:], own, strict=True)))
         return History(parent.keys, parent.values, parent.blocks[:full] + own)
 
-    def step(self, work: list[tuple[History, int]]) -> None:
+    def assert_step(self, work: list[tuple[History, int]]) -> None:
         """Compute `count` more tokens of each sequence in one ragged batch, and compare each row."""
         kv_heads, key_dim, value_dim = self.shape.num_kv_heads, self.shape.key_dim, self.shape.value_dim
         start, queries = [0], []
@@ -130,20 +130,20 @@ def test_mixed_chunks_and_decodes_of_sequences_that_share_blocks(harness: Harnes
     for _ in range(data.draw(st.integers(1, 4))):
         work = [(history, data.draw(counts)) for history in histories if data.draw(st.integers(0, 3))]
         if work:
-            harness.step(work)
+            harness.assert_step(work)
         if len(histories) < 6 and data.draw(st.booleans()):
             histories.append(harness.fork(data.draw(st.sampled_from(histories))))
-    harness.step([(history, 1) for history in histories])
+    harness.assert_step([(history, 1) for history in histories])
 
 
 @pytest.mark.parametrize("window", [None, 150])
 def test_a_group_reads_its_shared_chunks_once(window: int | None) -> None:
     harness = Harness(LayerShape(2, KEY_DIM, KEY_DIM), 2, 16, AttentionParams(0.4, window), seed=1)
     leader = harness.new()
-    harness.step([(leader, 2 * CHUNK + 20)])
+    harness.assert_step([(leader, 2 * CHUNK + 20)])
     group = [leader, *(harness.fork(leader) for _ in range(6))]
     for _ in range(20):
-        harness.step([(history, 1) for history in group])
+        harness.assert_step([(history, 1) for history in group])
     chunks = [chunk for plan in harness.backend._decode_plan(window) for chunk in plan.chunks.tolist()]
     shared = [0, 1] if window is None else [1]  # a window of 150 has left the first chunk behind
     assert sorted(chunks) == [*shared, *[2] * len(group)]
@@ -152,8 +152,8 @@ def test_a_group_reads_its_shared_chunks_once(window: int | None) -> None:
 def test_the_padding_block_stays_zero() -> None:
     harness = Harness(LayerShape(1, KEY_DIM, KEY_DIM), 1, 4, AttentionParams(1.0), seed=2)
     a, b = harness.new(), harness.new()
-    harness.step([(a, 9), (b, 1)])
-    harness.step([(a, 1), (b, 150)])
+    harness.assert_step([(a, 9), (b, 1)])
+    harness.assert_step([(a, 1), (b, 150)])
     assert not harness.backend.keys[0][0].any()
     assert not harness.backend.values[0][0].any()
 

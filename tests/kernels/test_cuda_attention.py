@@ -14,7 +14,7 @@ from torch import Tensor
 from rollout.kernels.attention import cuda
 from rollout.kernels.attention.base import AttentionParams, LayerShape, RaggedBatch
 from tests.kernels.test_attention import Harness, History, dense
-from tests.support.triton_launches import Launch, LaunchRecorder, compile_in_a_process, compile_launch
+from tests.support.triton_launches import Launch, LaunchRecorder, assert_compiles, compile_launch
 
 triton = pytest.importorskip("triton")  # has no wheels beyond Linux; the dev extra brings it there
 
@@ -76,8 +76,8 @@ def test_mixed_chunks_and_decodes_agree_with_dense_attention(
     harness: TritonHarness, lengths: list[tuple[int, int]]
 ) -> None:
     histories = [harness.past(past) for past, _ in lengths]
-    harness.step([(history, tokens) for history, (_, tokens) in zip(histories, lengths, strict=True)])
-    harness.step([(histories[-1], 1), (harness.fork(histories[0]), 1)])
+    harness.assert_step([(history, tokens) for history, (_, tokens) in zip(histories, lengths, strict=True)])
+    harness.assert_step([(histories[-1], 1), (harness.fork(histories[0]), 1)])
 
 
 def run(backend: cuda.TritonAttention, work: list[tuple[History, Tensor]], params: AttentionParams) -> list[Tensor]:
@@ -213,7 +213,7 @@ def test_a_batch_that_exceeds_the_buffers_is_refused() -> None:
 
 @pytest.mark.parametrize("capability", [90, *(pytest.param(sm, marks=pytest.mark.long) for sm in (80, 100))])
 def test_the_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
-    compile_in_a_process("tests.kernels.test_cuda_attention", capability, tmp_path)
+    assert_compiles("tests.kernels.test_cuda_attention", capability, tmp_path)
 
 
 def compile_kernels(capability: int) -> None:

@@ -19,7 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from tests.support.triton_launches import (
     Launch,
     LaunchRecorder,
-    compile_in_a_process,
+    assert_compiles,
     compile_launch,
     interpreted_bfloat16,
 )
@@ -106,7 +106,7 @@ def test_rows_are_sorted_by_expert_and_each_group_fills_whole_tiles() -> None:
 
 @pytest.mark.parametrize("capability", [80, *(pytest.param(sm, marks=pytest.mark.long) for sm in (90, 100))])
 def test_the_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
-    compile_in_a_process("tests.kernels.test_triton_experts", capability, tmp_path)
+    assert_compiles("tests.kernels.test_triton_experts", capability, tmp_path)
 
 
 def compile_kernels(capability: int) -> None:

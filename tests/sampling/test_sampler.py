@@ -214,6 +214,21 @@ def test_sampling_mask(params: dict[str, Any], mask: list[int] | None) -> None:
     assert Sampler().sample(logits, [row])[0].sampling_mask is None
 
 
+def test_masks_are_read_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    filtered = torch.zeros(6, 8).masked_fill_(torch.arange(8) > torch.arange(6)[:, None], -math.inf)
+    taken: list[list[int]] = []
+
+    def take(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        taken.append(rows)
+        return logits[rows]
+
+    monkeypatch.setattr(sampler, "MASK_ENTRIES", 20)
+    monkeypatch.setattr(sampler, "_take", take)
+    masks = [mask.tolist() for mask in sampler._masks(filtered, [5, 0, 3, 2, 1])]
+    assert masks == [[*range(last + 1)] for last in (5, 0, 3, 2, 1)]
+    assert taken == [[5, 0], [3, 2], [1]]
+
+
 def test_greedy_takes_the_lower_id_after_bias_and_penalties() -> None:
     logits = torch.tensor([[1.0, 4.0, 4.0, 3.0]])
     cases: list[tuple[dict[str, Any], int]] = [

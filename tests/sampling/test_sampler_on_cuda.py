@@ -23,7 +23,7 @@ from rollout.sampling import sampler
 from rollout.sampling.params import SamplingParams
 from rollout.sampling.rows import RequestFilters, SamplingRow
 from tests.support.fake_cuda import Launches, fake_cuda
-from tests.support.triton_launches import LaunchRecorder, compile_in_a_process, compile_launch
+from tests.support.triton_launches import LaunchRecorder, assert_compiles, compile_launch
 
 ROWS, VOCAB = 6, 4096
 CASES: dict[str, dict[str, Any]] = {
@@ -110,7 +110,7 @@ def test_a_row_that_holds_no_number_ends_and_the_others_do_not() -> None:
 
 @pytest.mark.parametrize("capability", [90, *(pytest.param(sm, marks=pytest.mark.long) for sm in (80, 100))])
 def test_the_kernel_compiles_for_gpus(capability: int, tmp_path: Path) -> None:
-    compile_in_a_process(__name__, capability, tmp_path)
+    assert_compiles(__name__, capability, tmp_path)
 
 
 def compile_kernels(capability: int) -> None:

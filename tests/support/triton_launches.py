@@ -53,13 +53,15 @@ def interpreted_bfloat16() -> Iterator[None]:
         yield
 
 
-def compile_in_a_process(module: str, capability: int, cache: Path) -> None:
-    """Call `compile_kernels(capability)` of a test's module where Triton's interpreter isn't on."""
+def assert_compiles(module: str, capability: int, cache: Path) -> None:
+    """`compile_kernels(capability)` of a test's module ends well where Triton's interpreter isn't on."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-c", f"from {module} import compile_kernels; compile_kernels({capability})"],
-        cwd=Path(__file__).parents[2], env={**environment, "TRITON_CACHE_DIR": str(cache)}, check=True, timeout=240,
+        cwd=Path(__file__).parents[2], env={**environment, "TRITON_CACHE_DIR": str(cache)},
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
 
 
 class LaunchRecorder:

@@ -262,9 +262,10 @@ def test_an_owner_token_is_handed_out_and_may_be_used(server, tmp_path):
 
 
 def test_a_timeout_that_a_trainer_asks_for_has_a_cap(server):
-    info = {"backend": "gloo", "master_address": "127.0.0.1", "master_port": 1, "timeout_s": 3601}
-    with pytest.raises(WeightUpdateError, match="at most 3600, got 3601"):
-        server.call("init_weight_transfer_engine", init_info=info)
+    for timeout_s in (3601, 0, -1.5):
+        with pytest.raises(WeightUpdateError, match=f"at most 3600, got {timeout_s}"):
+            server.call("init_weight_transfer_engine", init_info={"backend": "disk", "timeout_s": timeout_s})
+    server.call("init_weight_transfer_engine", init_info={"backend": "disk", "timeout_s": 3600})
 
 
 def test_joins_that_never_end_hold_a_bounded_number_of_threads(server):

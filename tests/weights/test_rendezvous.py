@@ -9,6 +9,7 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,3 +246,17 @@ def test_a_raw_nccl_receive_is_aborted_once(monkeypatch):
         group.broadcast(torch.zeros(1), check)
     group.close()
     assert calls == [7]
+
+
+def test_a_receiver_that_closes_lets_go_of_the_trainers_store():
+    with socket.create_server(("127.0.0.1", 0)) as store:
+        info = InitInfo(backend="gloo", master_address="127.0.0.1", master_port=store.getsockname()[1], world_size=2)
+        receiver = broadcast.BroadcastTransport(info, 5.0, torch.device("cpu"))
+        receiver._kind = lambda *_: SimpleNamespace(close=lambda: None)
+        receiver.connect()
+        theirs, _ = store.accept()
+        with theirs:
+            theirs.settimeout(10)
+            assert not receiver.gone()
+            receiver.close()
+            assert theirs.recv(1) == b""

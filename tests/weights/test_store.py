@@ -246,3 +246,12 @@ def test_a_checkpoint_form_that_is_no_slice_is_refused_by_name(tmp_path):
         store.stage().resolve(["model.layers.0.self_attn.q_a.weight"], ["float32"], [[16, 32]])
     commit(store, dict(llama(2).named_parameters()))
     assert same_weights(model, llama(2))
+
+
+def test_a_check_gives_a_sign_of_life_for_every_tensor():
+    """Else a trainer whose large set is being checked counts as gone, and another may take over."""
+    tensors = dict(llama(1).named_parameters())
+    staging = fill(WeightStore(ModelParameters(llama(0))), tensors)
+    signs = []
+    staging.check(partial=False, progress=lambda: signs.append(True))
+    assert len(signs) >= len(tensors)

@@ -103,8 +103,9 @@ def test_indices_that_do_not_ascend_within_the_tensor_are_refused(indices):
 
 def test_counts_that_can_not_be_are_refused_before_anything_is_received():
     staging = WeightStore(ModelParameters(llama(0))).stage()
-    with pytest.raises(WeightUpdateError, match=r"count 33 is not in \[0, 32\]"):
-        staging.resolve(["model.norm.weight"], ["float32"], [[32]], [33])
+    for count in (-1, 33):
+        with pytest.raises(WeightUpdateError, match=rf"count {count} is not in \[0, 32\]"):
+            staging.resolve(["model.norm.weight"], ["float32"], [[32]], [count])
     with pytest.raises(WeightUpdateError, match="1 names and 2 counts"):
         staging.resolve(["model.norm.weight"], ["float32"], [[32]], [1, 2])
     verifying = WeightStore(ModelParameters(llama(0, dtype=torch.bfloat16))).stage(verify=True)
