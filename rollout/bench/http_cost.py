@@ -12,7 +12,7 @@ import psutil
 from rich.table import Table
 
 from rollout.bench import bare, report
-from rollout.bench.loads import LOADS, Load, Server, inspect
+from rollout.bench.loads import LOADS, Load, ServerInfo, inspect
 from rollout.bench.measure import Spread, run_round
 from rollout.bench.report import spread
 from rollout.engine.engine import Engine
@@ -52,7 +52,7 @@ def measure(
 
 
 def _round(
-    load: Load, server: Server, process: psutil.Process, prompts: Sequence[list[int]], on_answer: Callable[[], None]
+    load: Load, server: ServerInfo, process: psutil.Process, prompts: Sequence[list[int]], on_answer: Callable[[], None]
 ) -> tuple[float, float, float]:
     before = _cpu_seconds(process)
     measured = asyncio.run(run_round(load, server, prompts, on_answer))

@@ -84,7 +84,7 @@ def choose(names: Sequence[str] | None, stream: bool | None) -> list[Load]:
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerInfo:
     """A server under load: where it is, and what it says of itself."""
 
     url: str
@@ -95,7 +95,7 @@ class Server:
     vocab_size: int
 
 
-def inspect(url: str, api_key: str | None, vocab_size: int | None) -> Server:
+def inspect(url: str, api_key: str | None, vocab_size: int | None) -> ServerInfo:
     """Ask a server what it serves. `vocab_size` None: read it from the model's folder, if that is on this machine.
 
     Raises RolloutError where the server doesn't answer, ValueError where the size of the vocabulary can't be found.
@@ -109,7 +109,7 @@ def inspect(url: str, api_key: str | None, vocab_size: int | None) -> Server:
     vocab_size = vocab_size or _vocab_size(model.get("root") or model["id"])
     if vocab_size is None:
         raise ValueError(f"{url} serves {model['id']!r}, whose config.json isn't on this machine: give --vocab-size")
-    return Server(url, api_key, model["id"], version, model.get("max_model_len"), vocab_size)
+    return ServerInfo(url, api_key, model["id"], version, model.get("max_model_len"), vocab_size)
 
 
 def _vocab_size(model: str) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout.bench.loads import Load, Server
+from rollout.bench.loads import Load, ServerInfo
 from trainer_bridge.client import AsyncRolloutClient
 
 TIMEOUT_S = 3600.0
@@ -55,7 +55,7 @@ class Round:
 class Result:
     """The rounds of a load against one server."""
 
-    server: Server
+    server: ServerInfo
     rounds: list[Round]
 
     @property
@@ -93,7 +93,7 @@ class Comparison:
 
 def compare(
     load: Load,
-    servers: Sequence[Server],
+    servers: Sequence[ServerInfo],
     *,
     rounds: int,
     warmup: int,
@@ -130,7 +130,7 @@ def compare(
 
 
 async def run_round(
-    load: Load, server: Server, prompts: Sequence[Sequence[int]], on_answer: Callable[[], None] = lambda: None
+    load: Load, server: ServerInfo, prompts: Sequence[Sequence[int]], on_answer: Callable[[], None] = lambda: None
 ) -> Round:
     """Send all prompts at once and wait for the last answer."""
     send = _stream if load.stream else _whole

@@ -52,7 +52,7 @@ class EngineClient:
     calls in flight fail, `on_lost_request` is given each request that was in flight, and `restore` prepares the
     successor before it serves: it returns why that can't generate, None where it can. `error` is set while there is no
     engine to talk to, `refusal` while there is none that can generate: also where a successor waits for the weights to
-    be pushed again. `work` is what the requests in flight have left to compute, in output tokens at most. `incarnation`
+    be pushed again. `work` is what the requests in flight have left to compute, in output tokens at most. `starts`
     counts the engines, `state` is what the last one that served was known to serve.
     """
 
@@ -88,7 +88,7 @@ class EngineClient:
         self.error: EngineError | None = None
         self.work = 0
         self._progress_at = self._step_since = -math.inf
-        self.incarnation = 0
+        self.starts = 0
 
     def start(self) -> None:
         """Start the engine; returns at once. Needs a running event loop."""
@@ -97,7 +97,7 @@ class EngineClient:
         self._create_task(self._watch(self._connection))
 
     def _spawn(self) -> None:
-        self.incarnation += 1
+        self.starts += 1
         self._reported = _FRESH  # it says what has changed since
         self._ready: asyncio.Future[EngineReady] = self._loop.create_future()
         try:
@@ -138,7 +138,7 @@ class EngineClient:
     @property
     def restarts(self) -> int:
         """How many engines have died and were replaced."""
-        return self.incarnation - 1
+        return self.starts - 1
 
     @property
     def refusal(self) -> EngineError | None:

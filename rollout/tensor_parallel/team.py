@@ -41,7 +41,7 @@ class FollowerLostError(RuntimeError):
     """A rank of this engine is gone, or out of step: the engine can't go on."""
 
 
-class Follower:
+class FollowerProcess:
     """One follower's process and the socket pair to it. Losing either end of the pair ends the other process."""
 
     def __init__(self, rank: int) -> None:
@@ -60,7 +60,7 @@ class Follower:
         self.connection = Connection(os.dup(self._socket.fileno()))
         self._lock = threading.Lock()
 
-    def tell(self, command: ToFollower) -> None:
+    def send(self, command: ToFollower) -> None:
         """Send a command. Any thread may; one that can't arrive any more is dropped: the loss is noticed elsewhere."""
         with self._lock, contextlib.suppress(OSError):
             self.connection.send_bytes(_encode(command))
@@ -95,9 +95,9 @@ class Team:
         self._lost, self._noticed = threading.Event(), threading.Event()
         group.check_devices(config)
         self._store = group.open_store(self.size)
-        self._followers = [Follower(rank) for rank in range(1, self.size)]
+        self._followers = [FollowerProcess(rank) for rank in range(1, self.size)]
         for follower in self._followers:
-            follower.tell(Join(config, follower.rank, self._store.port))
+            follower.send(Join(config, follower.rank, self._store.port))
             threading.Thread(target=self._listen, args=(follower,), name="follower", daemon=True).start()
 
     def load(self, config: EngineConfig) -> LeadingRunner:
@@ -109,7 +109,7 @@ class Team:
         self._wait(lambda follower: follower.joined)
         return runner
 
-    def _wait(self, event: Callable[[Follower], threading.Event]) -> None:
+    def _wait(self, event: Callable[[FollowerProcess], threading.Event]) -> None:
         for follower in self._followers:
             if not event(follower).wait(group.COLLECTIVE_TIMEOUT_S):
                 raise FollowerLostError(
@@ -117,12 +117,12 @@ class Team:
                 )
         self.check()
 
-    def tell(self, command: ToFollower) -> None:
+    def send(self, command: ToFollower) -> None:
         """Send a command to every follower."""
         for follower in self._followers:
-            follower.tell(command)
+            follower.send(command)
 
-    def ask(self, command: Callable[[int, int], ToFollower]) -> list[Answer]:
+    def call(self, command: Callable[[int, int], ToFollower]) -> list[Answer]:
         """Send every follower `command(rank, call_id)`, which it answers; an error is a WeightUpdateError."""
         answers = []
         for follower in self._followers:
@@ -134,7 +134,7 @@ class Team:
                 if reason is None:
                     self._calls[call_id] = answer
             if reason is None:
-                follower.tell(command(follower.rank, call_id))
+                follower.send(command(follower.rank, call_id))
             else:
                 answer.set_exception(WeightUpdateError(503, reason))
         return answers
@@ -165,7 +165,7 @@ class Team:
             follower.end(EXIT_S)
         group.leave()
 
-    def _listen(self, follower: Follower) -> None:
+    def _listen(self, follower: FollowerProcess) -> None:
         decode = msgspec.msgpack.Decoder(FromFollower).decode
         try:
             while True:
@@ -187,7 +187,7 @@ class Team:
             if not self._noticed.is_set():
                 self._lose(follower, error)
 
-    def _lose(self, follower: Follower, error: Exception) -> None:
+    def _lose(self, follower: FollowerProcess, error: Exception) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             follower.process.wait(NOTICE_S / 2)
         code = follower.process.poll()
@@ -223,14 +223,14 @@ class LeadingRunner(ModelRunner):
         """As `ModelRunner.forward`. Raises FollowerLostError."""
         if self.team is None:
             return super().forward(token_ids, batch, head_rows)
-        self.team.tell(Forward(token_ids, batch.query_start, batch.context_lens, batch.block_tables, head_rows))
+        self.team.send(Forward(token_ids, batch.query_start, batch.context_lens, batch.block_tables, head_rows))
         with self.team.in_step():
             return super().forward(token_ids, batch, head_rows)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """As `ModelRunner.copy_blocks`."""
         if pairs and self.team is not None:
-            self.team.tell(CopyBlocks(pairs))
+            self.team.send(CopyBlocks(pairs))
         super().copy_blocks(pairs)
 
 

@@ -61,14 +61,14 @@ class TeamUpdater(WeightUpdater):
                 409, "the weights are being gathered for an earlier call: ask again after its answer"
             )
         yield
-        self._gathers = self._team.ask(lambda rank, call_id: GatherWeights(call_id))
+        self._gathers = self._team.call(lambda rank, call_id: GatherWeights(call_id))
 
     def commit_if_ready(self, *, timeout_s: float = 0.0) -> Commit | None:
         """As `WeightUpdater.commit_if_ready`, for all ranks. Raises FollowerLostError."""
         self._team.check()
         commit = super().commit_if_ready(timeout_s=timeout_s)
         if commit is not None:
-            self._team.tell(CommitWeights())
+            self._team.send(CommitWeights())
         return commit
 
     def give_up(self, method: str, ids: dict[str, Any]) -> None:
@@ -93,12 +93,12 @@ class TeamUpdater(WeightUpdater):
             raise
         if method == "start_weight_update":
             self._tell(_ABORT)  # an update that only they have left open is over
-        others = self._team.ask(lambda rank, call_id: WeightCall(call_id, method, _params_of(method, asked, rank)))
+        others = self._team.call(lambda rank, call_id: WeightCall(call_id, method, _params_of(method, asked, rank)))
         ids = {key: params[key] for key in ("owner", "update_id") if params.get(key) is not None}
         return _Joint(self, method, ids, [own, *others], commit=commits and not params.get("prepare")).answer
 
     def _tell(self, method: str) -> None:
-        self._team.ask(lambda rank, call_id: WeightCall(call_id, method, {}))
+        self._team.call(lambda rank, call_id: WeightCall(call_id, method, {}))
 
     def _check_ranks(self, params: dict[str, Any]) -> None:
         info = parse(params, InitBody).init_info

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from rollout.bench.loads import DEFAULT_LOADS, LOADS, Load, Server, choose, inspect
+from rollout.bench.loads import DEFAULT_LOADS, LOADS, Load, ServerInfo, choose, inspect
 from rollout.bench.measure import Comparison, Result, Round, compare
 from rollout.cli.bench import bench
 from tests.support import tiny_models
 from tests.support.foreign_server import ForeignServer, counting, foreign_server
 from tests.support.server_harness import running_server
 
-SERVER = Server("http://a", None, "m", "1", 4096, 100)
+SERVER = ServerInfo("http://a", None, "m", "1", 4096, 100)
 
 
 def invoke(*arguments: str) -> str:
@@ -146,7 +146,9 @@ def test_two_foreign_servers_in_turn(tmp_path: Path) -> None:
 def test_two_servers_pause_before_each_turn_and_alternate_who_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[str | float] = []
 
-    async def run_round(load: Load, server: Server, prompts: list[list[int]], on_answer: Callable[[], None]) -> Round:
+    async def run_round(
+        load: Load, server: ServerInfo, prompts: list[list[int]], on_answer: Callable[[], None]
+    ) -> Round:
         turns.append(server.url)
         return Round(1.0, 1, 1, 0.0)
 

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from rollout.bench import report
 from rollout.bench.fleet_model import PRESETS, FleetModel, Topology
 from rollout.bench.http_cost import HttpCost
-from rollout.bench.loads import LOADS, Server
+from rollout.bench.loads import LOADS, ServerInfo
 from rollout.bench.measure import Comparison, Round, Spread
 from rollout.bench.measure import Result as Measured
 from rollout.bench.push import Result as Push
@@ -372,7 +372,7 @@ def test_the_command_shows_a_table_and_writes_json(tmp_path: Path) -> None:
 
 def test_flags_win_over_measurements_and_those_over_the_preset(tmp_path: Path) -> None:
     made = Push("keep", 538_000_000, 3.5, 0.0015, 0.2, 0.5, 1.0, True, 19.1, 13.6)
-    server, other = Server("http://a", None, "m", "1", 4096, 100), Server("http://b", None, "m", "1", 4096, 100)
+    server, other = ServerInfo("http://a", None, "m", "1", 4096, 100), ServerInfo("http://b", None, "m", "1", 4096, 100)
     compared = [
         Comparison(LOADS[name], [Measured(s, [Round(seconds, 1, LOADS[name].output_tokens, 0.0)]) for s in servers])
         for name, seconds, servers in [

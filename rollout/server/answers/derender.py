@@ -174,16 +174,16 @@ def _state(given: DerenderStreamState | None, answer: Answer) -> DerenderStreamS
 
 def _delta(choice: GeneratedChoice, text: str, text_offsets: list[int]) -> Delta:
     """The choice as writers take it, with what generate said in this project's own fields."""
-    said = choice.model_extra or {}
+    ours = choice.model_extra or {}
     return Delta(
         index=choice.index,
         token_ids=choice.token_ids,
         text=text,
         text_offsets=text_offsets,
         logprobs=_entries(choice.logprobs),
-        sampling_mask=said.get("sampling_mask"),
-        routed_experts=said.get("routed_experts"),
-        weight_versions=said.get("weight_versions"),
+        sampling_mask=ours.get("sampling_mask"),
+        routed_experts=ours.get("routed_experts"),
+        weight_versions=ours.get("weight_versions"),
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
     )

@@ -307,10 +307,10 @@ class MessagesWriter(TextWriter[MessagesRequest]):
 
     def chunk(self, answer: Answer, delta: Delta) -> Iterator[msgspec.Struct]:
         """More of the block, and the end of the message."""
-        said = self._said(delta)
-        versions = said.pop("weight_versions", UNSET)
-        if delta.text or said:
-            yield BlockDelta(delta=TextDelta(delta.text or ""), **said)
+        fields = self.token_fields(delta)
+        versions = fields.pop("weight_versions", UNSET)
+        if delta.text or fields:
+            yield BlockDelta(delta=TextDelta(delta.text or ""), **fields)
         if delta.finish_reason is not None:
             yield BlockStop()
             end = StopDelta(*stop_reason(delta))
@@ -328,7 +328,7 @@ class MessagesWriter(TextWriter[MessagesRequest]):
         """An error in the midst of a stream, as Anthropic's clients look for it."""
         return _event(ErrorEvent(ErrorEventDetail(error.type, error.message)))
 
-    def _message(self, **said: Any) -> AnthropicMessage:
+    def _message(self, **fields: Any) -> AnthropicMessage:
         return AnthropicMessage(
             id=self.answer.request_id,
             content=[],
@@ -336,16 +336,16 @@ class MessagesWriter(TextWriter[MessagesRequest]):
             stop_reason=None,
             usage=self._usage(),
             prompt_token_ids=self.prompt_ids(self.answer) or UNSET,
-            **said,
+            **fields,
         )
 
-    def _said(self, delta: Delta) -> dict[str, Any]:
+    def token_fields(self, delta: Delta) -> dict[str, Any]:
         """What the answer says of these tokens beside their text, where asked for."""
-        said = self.said(delta)
+        fields = super().token_fields(delta)
         if delta.logprobs is not None:
             top = self.body.shown_logprobs
-            said["logprobs"] = text_logprobs(delta.logprobs, self.answer.vocabulary, as_ids=self.as_ids, top=top)
-        return said
+            fields["logprobs"] = text_logprobs(delta.logprobs, self.answer.vocabulary, as_ids=self.as_ids, top=top)
+        return fields
 
     def _usage(self) -> MessagesUsage:
         return MessagesUsage(self.answer.prompt_tokens, self.answer.completion_tokens)

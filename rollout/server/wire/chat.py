@@ -192,5 +192,5 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
             "logprobs": text_logprobs(delta.logprobs, answer.vocabulary, as_ids=self.as_ids, top=top),
             "finish_reason": delta.finish_reason,
             "token_ids": None,
-            **self.said(delta),
+            **self.token_fields(delta),
         }

@@ -191,7 +191,7 @@ class CompletionWriter(OpenAIWriter[CompletionRequest]):
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
             "prompt_token_ids": self.prompt_ids(answer) if first else None,
-            **self.said(delta),
+            **self.token_fields(delta),
         }
 
     def echo(self, answer: Answer) -> str:

@@ -121,18 +121,18 @@ class TextWriter(Writer[R]):
         by_id = body.return_tokens_as_token_ids
         self.as_ids = config.return_tokens_as_token_ids if by_id is None else by_id
 
-    def said(self, delta: Delta) -> dict[str, Any]:
+    def token_fields(self, delta: Delta) -> dict[str, Any]:
         """The fields of a choice that say of its tokens what the request asks for."""
-        said: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self.body.return_token_ids:
-            said["token_ids"] = delta.token_ids
+            fields["token_ids"] = delta.token_ids
             if self.config.return_sampling_mask:
-                said["sampling_mask"] = delta.sampling_mask
+                fields["sampling_mask"] = delta.sampling_mask
         if self.body.return_weight_versions and delta.weight_versions is not None:
-            said["weight_versions"] = delta.weight_versions
+            fields["weight_versions"] = delta.weight_versions
         if delta.routed_experts is not None:
-            said["routed_experts"] = delta.routed_experts
-        return said
+            fields["routed_experts"] = delta.routed_experts
+        return fields
 
     def prompt_ids(self, answer: Answer) -> list[int] | None:
         """The prompt's ids, where asked for."""

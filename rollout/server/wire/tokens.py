@@ -226,7 +226,7 @@ class GenerateWriter(Writer[GenerateRequest]):
             )
 
     def _choice(self, delta: Delta) -> Choice | TextChoice:
-        said = (
+        fields = (
             delta.index,
             delta.finish_reason,
             delta.stop_reason,
@@ -236,6 +236,8 @@ class GenerateWriter(Writer[GenerateRequest]):
             delta.weight_versions,
         )
         if not self.body.wants_text:
-            return Choice(*said, token_logprobs(delta.logprobs))
+            return Choice(*fields, token_logprobs(delta.logprobs))
         by_id = self.config.return_tokens_as_token_ids
-        return TextChoice(*said, delta.text or "", text_logprobs(delta.logprobs, self.answer.vocabulary, as_ids=by_id))
+        return TextChoice(
+            *fields, delta.text or "", text_logprobs(delta.logprobs, self.answer.vocabulary, as_ids=by_id)
+        )
