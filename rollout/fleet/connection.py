@@ -87,11 +87,13 @@ def _on_devices(target: EngineTarget, rank: int, config: EngineConfig, to_engine
 
     Where there are CUDA devices, but too few for this rank, the engine dies with that for its reason.
     """
+    if config.device == "cpu":
+        return target(config, to_engine, from_engine)
     import torch  # here: the server's process has no use for it
 
     first, count = rank * config.tensor_parallel_size, config.tensor_parallel_size
     seen = torch.cuda.device_count()  # the driver is asked, nothing is started
-    if config.device != "cpu" and 0 < seen < first + count:
+    if 0 < seen < first + count:
         from rollout.engine.process import end
 
         end(
@@ -103,7 +105,7 @@ def _on_devices(target: EngineTarget, rank: int, config: EngineConfig, to_engine
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     named = [str(n) for n in range(first + count)] if visible is None else visible.split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named[first : first + count])
-    target(config, to_engine, from_engine)
+    return target(config, to_engine, from_engine)
 
 
 def _child(target: EngineTarget, config: EngineConfig, to_engine: str, from_engine: str) -> None:

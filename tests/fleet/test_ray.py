@@ -32,7 +32,7 @@ from trainer_bridge.push.sender import WeightPushError, WeightSender
 from trainer_bridge.push.sources import ModuleSource
 
 FLAGS = ["--tokens-only", "--dtype", "float32", "--device", "cpu", "--num-gpu-blocks-override", "256"]
-BACK_S = 120.0
+BACK_S = 400.0
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +68,11 @@ def test_on_a_cluster_that_has_an_owner(cluster: RayCluster, monkeypatch: pytest
         # Ray starts the replica again where it dies, and the places of its engines are free for the next ones.
         (replica,) = [p for p in psutil.process_iter(["cmdline"]) if "ray::ServeReplica:ours" in str(p.info["cmdline"])]
         replica.kill()
-        eventually(lambda: not healthy(url), 30)
-        eventually(lambda: healthy(url), 60)
+        eventually(lambda: not healthy(url), BACK_S)
+        eventually(lambda: healthy(url), BACK_S)
         check_serves()
         ray_serve.delete("ours")
-        eventually(lambda: cluster.placed() == {} and cluster.cpus_taken() == 0)
+        eventually(lambda: cluster.placed() == {} and cluster.cpus_taken() == 0, BACK_S)
     finally:
         ray_serve.shutdown()
 
@@ -98,12 +98,12 @@ class Server:
         """The answer of this rank, or of any."""
         body = {"token_ids": token_ids, "sampling_params": {"temperature": 0, "max_tokens": 8, **params}}
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-        return httpx.post(f"{self.url}/inference/v1/generate", json=body, headers=headers, timeout=60)
+        return httpx.post(f"{self.url}/inference/v1/generate", json=body, headers=headers, timeout=240)
 
     def push(self, version: str) -> None:
         """Push weights unrelated to all before them."""
         seed = max(self.seeds.values()) + 1
-        with WeightSender.connect(self.client, tiny_models.model("llama", seed), timeout_s=60) as sender:
+        with WeightSender.connect(self.client, tiny_models.model("llama", seed), timeout_s=240) as sender:
             pushed = sender.push(version)
         assert pushed.epoch == max(self.seeds) + 1
         self.seeds[pushed.epoch] = seed
@@ -132,11 +132,11 @@ def server(cluster: RayCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
     folder = tmp_path_factory.mktemp("ray")
     path = tiny_models.build("llama", folder / "model")
     flags = [*FLAGS, "--data-parallel-backend", "ray", "--data-parallel-size", "2", "--engine-restarts", "1"]
-    with serve(path, folder / "log", *flags) as url, RolloutClient(url, timeout_s=60) as client:
+    with serve(path, folder / "log", *flags) as url, RolloutClient(url, timeout_s=240) as client:
         yield Server(cluster, client)
     # SIGTERM takes all of it along, and leaves the cluster to its owner.
     assert cluster.placed() == {}
-    eventually(lambda: cluster.cpus_taken() == 0)
+    eventually(lambda: cluster.cpus_taken() == 0, BACK_S)
 
 
 class Load:
@@ -157,11 +157,11 @@ class Load:
         raise AssertionError("it ended without a word")
 
     def wait_running(self) -> None:
-        eventually(lambda: all(self.tokens), 30)
+        eventually(lambda: all(self.tokens), BACK_S)
 
     def results(self) -> list[str | BaseException]:
         """How each has ended."""
-        return [stream.exception(60) or stream.result() for stream in self._streams]
+        return [stream.exception(BACK_S) or stream.result() for stream in self._streams]
 
 
 def test_it_answers_as_a_server_without_ray_does(server: Server) -> None:
@@ -195,41 +195,18 @@ def test_a_stream_comes_bit_by_bit_and_ends_with_its_client(server: Server) -> N
 
     assert running() == 1
     stream.close()
-    eventually(lambda: running() == 0)
+    eventually(lambda: running() == 0, BACK_S)
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(
             f"{server.url}/inference/v1/generate",
             json={"token_ids": prompt(20), "sampling_params": {"max_tokens": 900, "n": 16, "ignore_eos": True}},
             timeout=0.5,
         )
-    eventually(lambda: running() == 0)
+    eventually(lambda: running() == 0, BACK_S)
 
 
 def test_a_push_reaches_every_actor(server: Server) -> None:
     server.push("pushed")
-    server.check_one_version("pushed")
-
-
-def test_a_node_is_removed_under_load(server: Server) -> None:
-    load = Load(server, 6)
-    load.wait_running()
-    server.cluster.remove_node_of(0)
-    results = load.results()
-    lost = [result for result in results if isinstance(result, BaseException)]
-    assert lost
-    assert len(lost) < len(results)
-    for error in lost:
-        assert isinstance(error, RolloutError)
-        assert "Engine 0 is being restarted" in str(error)
-    assert set(results) - set(lost) == {"length"}
-    assert server.generate(None, prompt(9)).status_code == 200
-    refused = server.generate(0, prompt(9))
-    assert refused.status_code == 503
-    assert "Engine 0" in refused.json()["error"]["message"]
-    assert server.client.health()
-    # Ray gives the rank another node once there is one, and the other rank gives it the weights.
-    server.cluster.add_node()
-    server.wait_for(0)
     server.check_one_version("pushed")
 
 
@@ -248,25 +225,39 @@ class NodeRemover(ModuleSource):
             yield tensor
 
 
-def test_a_node_is_removed_during_a_push(server: Server) -> None:
-    load = Load(server, 4)
+@pytest.mark.timeout(900)
+def test_a_node_is_removed_under_load_and_during_a_push(server: Server) -> None:
+    load = Load(server, 6)
     load.wait_running()
-    remover = NodeRemover(tiny_models.model("llama", 99), server.cluster, 1)
+    remover = NodeRemover(tiny_models.model("llama", 99), server.cluster, 0)
     version = "torn"
     try:
         with WeightSender.connect(server.client, remover, packed=False, timeout_s=20) as sender:
             server.seeds[sender.push(version).epoch] = 99  # its engine died, and all that live have committed
     except WeightPushError:
         version = "pushed"  # its engine died, and none has
-    for result in load.results():
-        assert result == "length" or "Engine 1 is being restarted" in str(result)
+    results = load.results()
+    lost = [result for result in results if isinstance(result, BaseException)]
+    assert lost
+    assert len(lost) < len(results)
+    for error in lost:
+        assert isinstance(error, RolloutError)
+        assert "Engine 0 is being restarted" in str(error)
+    assert set(results) - set(lost) == {"length"}
+    assert server.generate(None, prompt(9)).status_code == 200
+    refused = server.generate(0, prompt(9))
+    assert refused.status_code == 503
+    assert "Engine 0" in refused.json()["error"]["message"]
+    assert server.client.health()
+    # Ray gives the rank another node once there is one, and the other rank gives it the weights.
     server.cluster.add_node()
-    server.wait_for(1)
+    server.wait_for(0)
     server.check_one_version(version)
     server.push("after")
     server.check_one_version("after")
 
 
+@pytest.mark.timeout(900)
 def test_engines_join_and_leave_while_it_serves(server: Server) -> None:
     server.cluster.add_node()
     load = Load(server, 4)
@@ -284,7 +275,7 @@ def test_engines_join_and_leave_while_it_serves(server: Server) -> None:
     assert load.results() == ["length"] * 6  # it had the time to finish
     server.check_one_version("three")
     assert server.generate(2, prompt(9)).status_code == 400
-    eventually(lambda: sorted(server.cluster.placed()) == [0, 1], 20)  # the place is given back
+    eventually(lambda: sorted(server.cluster.placed()) == [0, 1], BACK_S)  # the place is given back
 
 
 def test_a_cluster_without_room_says_what_it_has(cluster: RayCluster) -> None:

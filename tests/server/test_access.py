@@ -86,7 +86,7 @@ from rollout.config import EngineConfig, ServerConfig
 from rollout.server.main import serve
 if __name__ == "__main__":
     config = ServerConfig(port=0, served_model_name="smol", enable_scale_out=True, **{fields!r})
-    sys.exit(serve(EngineConfig(), config, target=run_engine))
+    sys.exit(serve(EngineConfig(device='cpu'), config, target=run_engine))
 """
 
 

@@ -303,7 +303,7 @@ from rollout.config import EngineConfig, ServerConfig
 from rollout.server.main import serve
 if __name__ == "__main__":
     config = ServerConfig(port={port}, served_model_name="smol", tokens_only=True)
-    sys.exit(serve(EngineConfig(model={model!r}), config, target=run_engine))
+    sys.exit(serve(EngineConfig(model={model!r}, device='cpu'), config, target=run_engine))
 """
 
 

@@ -77,7 +77,7 @@ def running_server(
     http: list[uvicorn.Server] = []
 
     async def serve(model: str) -> None:
-        engine_config = EngineConfig(model=model, **engine_options)
+        engine_config = EngineConfig(model=model, **{"device": "cpu", **engine_options})
         engine = Fleet(engine_config, size=size, target=target, stall_timeout_s=stall_timeout_s, restarts=restarts)
         engine.start()
         try:

@@ -292,7 +292,7 @@ class MessagesWriter(TextWriter[MessagesRequest]):
     def whole(self, choices: Sequence[tuple[Answer, Delta]]) -> msgspec.Struct:
         """The message, which has ended."""
         ((_, delta),) = choices
-        message = self._message(**self._said(delta))
+        message = self._message(**self.token_fields(delta))
         message.content = [TextBlock(delta.text or "")]
         message.stop_reason, sequence = stop_reason(delta)
         message.stop_sequence = UNSET if sequence is None else sequence
