@@ -215,7 +215,7 @@ def experts_forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
         inner = module._apply_gate(layer("gate_up_proj", hidden_states))
     scales = top_k_weights.reshape(-1)
     if getattr(module, "has_post_expert_norm", False):
-        outputs = module.post_expert_norm(layer("down_proj", inner.contiguous())) * scales[:, None]
+        outputs: Tensor = module.post_expert_norm(layer("down_proj", inner.contiguous())) * scales[:, None]
     else:
         outputs = layer("down_proj", inner.contiguous(), scales=scales)
     return outputs.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)

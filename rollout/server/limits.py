@@ -149,7 +149,8 @@ class BoundedRoute(APIRoute):
     def _read(self, body: bytes, max_numbers: int) -> Any:
         """The body as the model of it that this route takes, or as JSON where it takes single fields."""
         parsed, field = parse_large(body, max_numbers), self.body_field
-        if field is None or not issubclass(field.field_info.annotation or object, Body):
+        kind = None if field is None else field.field_info.annotation
+        if field is None or not (isinstance(kind, type) and issubclass(kind, Body)):
             return parsed
         made, errors = field.validate(parsed, loc=("body",))
         if errors:
