@@ -13,7 +13,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 KVPolicy = Literal["keep", "recompute"]
-WeightStaging = Literal["full", "in_place"]
+WeightStaging = Literal["full", "host", "in_place"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 DataParallelBackend = Literal["mp", "ray"]
@@ -59,7 +59,9 @@ class EngineConfig:
     )
     batch_invariant: bool = flag(False, "Give a request the same bits in any company; checked at start.")
     weight_staging: WeightStaging = flag(
-        "full", "Receive weights into a second copy (full), or into the live one, paused (in_place)."
+        "full",
+        "Receive weights into a second copy, on the device (full) or in pinned host memory (host), or into the live "
+        "one, paused (in_place).",
     )
     allow_partial_updates: bool = flag(False, "Accept updates that name only a subset of the parameters.")
     weight_update_timeout_s: float = flag(300.0, "Wait at most this many seconds for any one step of a weight update.")

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+DEFAULT_BUFFER_BYTES = 1 << 30
+"""Where a packed buffer is cut unless the trainer says otherwise; vLLM's default."""
 _PREFIX = "rollout"
 """Of all keys of a group in its store."""
 

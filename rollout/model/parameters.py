@@ -64,9 +64,10 @@ class ModelParameters:
             tensor.data = tensor.data.contiguous()
         self.live = ParameterSet({name: tensor.data for name, tensor in self.slots.items()})
 
-    def new_set(self) -> ParameterSet:
-        """A set of buffers like the live ones, with nothing in them."""
-        return ParameterSet({name: torch.empty_like(tensor) for name, tensor in self.live.tensors.items()})
+    def new_set(self, *, on_host: bool = False) -> ParameterSet:
+        """A set of buffers like the live ones, with nothing in them; those of CUDA parameters `on_host`, pinned."""
+        place = {"device": "cpu", "pin_memory": True} if on_host and self.model.device.type == "cuda" else {}
+        return ParameterSet({name: torch.empty_like(tensor, **place) for name, tensor in self.live.tensors.items()})
 
     def successor_in_place(self) -> ParameterSet:
         """A set over the live buffers themselves: what is made of their new values is not mixed with the old."""

@@ -7,6 +7,7 @@ import logging
 import time
 from itertools import accumulate
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from rollout.model.graphs import CudaGraphs, DecodeGraphs, bucket_sizes
 from rollout.model.invariance import prove_batch_invariance
 from rollout.model.load_check import LENGTHS, plug_in_attention
 from rollout.model.loader import eos_token_ids, experts_implementation, load_model
-from rollout.model.memory import GRAPH_BYTES, SAMPLER_COPIES, MemoryNeeds, peak_bytes
+from rollout.model.memory import GRAPH_BYTES, SAMPLER_COPIES, MemoryNeeds, ReceivedBytes, peak_bytes
 from rollout.model.model_config import resolve_device
 from rollout.model.parameters import ModelParameters
 from rollout.model.rotary import fix_rotary, longest_exact
@@ -136,9 +137,9 @@ class ModelRunner:
         config, rows = self.config, self.config.max_num_seqs
         wholes = list(self.model.parameters())
         held = [getattr(whole, "_local_tensor", whole) for whole in wholes]  # this rank's share of it
-        staging = sum(p.numel() * p.element_size() for p in held) * (config.weight_staging == "full")
-        if config.tensor_parallel_size > 1:  # a whole parameter arrives before it is cut
-            staging += max(p.numel() * p.element_size() for p in wholes)
+        received, host_free = ReceivedBytes.of(held, wholes, config.weight_staging), psutil.virtual_memory().available
+        if config.weight_staging == "host":
+            received.check_host(host_free)
         self.backend = self._backend(shapes, 1)  # all of it in the null block: nothing of it is looked at
 
         def compute(lengths: list[int]) -> int:
@@ -160,9 +161,12 @@ class ModelRunner:
             total=total,
             free=free,
             held=self._free_at_start - free,
-            staging=staging,
+            staging=received.staging,
+            landing=received.landing,
             step=max(step, decode) + SAMPLER_COPIES * 4 * logits,
             graphs=captured * self._captures,
+            pinned=received.pinned,
+            host_free=host_free,
         )
 
     def _backend(self, shapes: list[LayerShape], num_blocks: int, dtype: torch.dtype | None = None) -> AttentionBackend:

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from rollout.config import KVPolicy, WeightStaging
+from rollout.config import KVPolicy
+from rollout.rendezvous import DEFAULT_BUFFER_BYTES
 from rollout.weights.errors import WeightUpdateError
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class InitInfo(msgspec.Struct):
     rank_offset: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1
     world_size: Annotated[int, msgspec.Meta(ge=2, lt=2**31)] = 2
     packed: bool = False
-    packed_buffer_size_bytes: Bytes = 1 << 30
+    packed_buffer_size_bytes: Bytes = DEFAULT_BUFFER_BYTES
     packed_num_buffers: int = 2
     backend: Literal["gloo", "nccl", "disk"] | None = None
     timeout_s: float | None = None
@@ -97,7 +98,7 @@ class StartBody(OwnedBody):
     is_checkpoint_format: bool = True
     partial: bool = False
     kv_policy: KVPolicy | None = None
-    weight_staging: WeightStaging | None = None
+    weight_staging: Literal["full", "in_place"] | None = None
     verify: bool = False
     base_epoch: int | None = None
     handed_out: bool = False

@@ -126,21 +126,22 @@ class Staging:
         own = self.into.tensors[target.slot].dtype
         return wire == own or torch.finfo(wire).bits < torch.finfo(own).bits
 
-    def direct(self, item: Incoming) -> torch.Tensor | None:
-        """The staged region itself, to receive into without a copy; None where a cast or a gather is needed.
+    def direct(self, item: Incoming, device: torch.device) -> torch.Tensor | None:
+        """The staged region itself, to receive into without a copy; None where a cast or a gather is needed, or it
+        isn't on the `device` that is received on.
 
         Never in place: a receive that outlives its update must not write into what serves.
         """
         if item.target.alias or self.in_place or item.target.slot in self._names.shares:
             return None
         view = item.target.view(self.into.tensors[item.target.slot])
-        return view if view.dtype == item.dtype and view.is_contiguous() else None
+        return view if view.dtype == item.dtype and view.is_contiguous() and view.device.type == device.type else None
 
     def give_up(self, item: Incoming) -> None:
         """Replace the buffer of a `direct` region that a receive may still write to when the next update has it."""
-        tensors = self.into.tensors
+        tensors, slot = self.into.tensors, item.target.slot
         if not self.in_place:
-            tensors[item.target.slot] = torch.empty_like(tensors[item.target.slot])
+            tensors[slot] = torch.empty_like(tensors[slot], pin_memory=tensors[slot].is_pinned())
 
     def place(self, item: Incoming, received: torch.Tensor) -> None:
         """Take a received tensor (wire dtype, the target's shape); a no-op copy where it is the `direct` region."""
@@ -184,13 +185,15 @@ class Staging:
         ):
             raise WeightUpdateError(400, f"{target.name}: the changed indices must ascend within [0, {size})")
         live = target.view(self._live.tensors[target.slot])
-        staged = torch.empty_like(live) if target.alias else target.view(self.into.tensors[target.slot])
+        into = self.into.tensors[target.slot]
+        staged = torch.empty_like(live, device=into.device) if target.alias else target.view(into)
 
         def change() -> None:
             if target.alias or not self.in_place:
                 staged.copy_(live)
             if len(positions):
-                staged[torch.unravel_index(positions, target.size)] = values.to(staged.dtype)
+                where = torch.unravel_index(positions.to(staged.device), target.size)
+                staged[where] = values.to(staged.device, staged.dtype)
 
         self._write(change)
         if self._sums is not None:

@@ -29,10 +29,10 @@ class WeightStore:
 
     `epoch` counts commits, `label` is the caller's name of the live weights. `commit`, and `stage` in place, belong to
     the engine's thread, between two steps; all else may run beside decoding. Staging is a second set of parameters,
-    allocated at the first update; a commit frees a set for the next one. In place, the live buffers are themselves
-    the staging: `valid` is False, and no forward pass may run, from then until a commit (or until the update is
-    dropped, if it wrote nothing). `prepare` is called with each complete set before it is committed. `asleep`: the live
-    set is off its device (`sleep`); it can be read where it is valid, but not replaced.
+    on the device or the host, allocated at the first update; a commit frees a set for the next one. In place, the live
+    buffers are themselves the staging: `valid` is False, and no forward pass may run, from then until a commit (or
+    until the update is dropped, if it wrote nothing). `prepare` is called with each complete set before its commit.
+    `asleep`: the live set is off its device (`sleep`); it can be read where it is valid, but not replaced.
     Of a sharded model it holds this rank's share; `mesh` is what whole parameters are gathered over.
     """
 
@@ -82,7 +82,7 @@ class WeightStore:
         if in_place:
             into = parameters.successor_in_place()
         elif into is None:
-            into = parameters.new_set()
+            into = parameters.new_set(on_host=self.weight_staging == "host")
         into.packed = []
         if not in_place:
             self._lent.append(into)
@@ -115,7 +115,7 @@ class WeightStore:
             raise WeightUpdateError(
                 400, f"{asked} can't be had with tensor_parallel_size > 1: push it whole and staged"
             )
-        if (body.weight_staging or self.weight_staging) == "full":
+        if (body.weight_staging or self.weight_staging) != "in_place":
             self.check_room()
             return None
         if not paused:

@@ -20,6 +20,7 @@ from rollout.model.load_check import _record_shapes
 from rollout.model.parameters import ModelParameters
 from rollout.model.rotary import keep_frequencies
 from rollout.model.routed_experts import RoutedExperts
+from rollout.weights.store import WeightStore
 from tests.model.test_loader import COMMON, MOE, SERVED
 from tests.model.test_rotary import CASES, SIZES
 from tests.support import tiny_models
@@ -178,3 +179,28 @@ def test_what_is_put_away_comes_back_to_the_device() -> None:
             assert held() == {"cuda"}
             for name, slot in parameters.slots.items():
                 assert (slot.device, slot.shape) == (CUDA, shapes[name])
+
+
+def test_staging_on_the_host_is_pinned_and_copied_to_the_device_by_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FakeTensorMode pins nothing: what was asked for is noted, and left out."""
+    stock, pinned = torch.empty_like, []
+
+    def empty_like(tensor: Tensor, *, pin_memory: bool = False, **options: object) -> Tensor:
+        pinned.append(pin_memory)
+        return stock(tensor, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    with fake_cuda(), torch.no_grad():
+        store = WeightStore(ModelParameters(cuda_model(tiny_models.config("qwen3"))), weight_staging="host")
+        staging = store.stage()
+        tensors = staging.into.tensors
+        assert {tensor.device.type for tensor in tensors.values()} == {"cpu"}
+        assert pinned == [True] * len(tensors)
+        (item,) = staging.resolve(["model.norm.weight"], ["bfloat16"], [[64]])
+        assert staging.direct(item, CUDA) is None
+        assert staging.direct(item, torch.device("cpu")) is not None
+        staging.place(item, torch.empty(64, dtype=torch.bfloat16, device=CUDA))
+        live = store.parameters.live
+        assert store.parameters.commit(staging.into) is staging.into
+        assert store.parameters.live is live
+        assert {tensor.device.type for tensor in live.tensors.values()} == {"cuda"}

@@ -13,11 +13,14 @@ import torch
 from rollout.config import EngineConfig
 from rollout.kernels.attention.base import LayerShape, RaggedBatch
 from rollout.model import loader, runner
-from rollout.model.memory import GRAPH_BYTES, SAMPLER_COPIES, MemoryNeeds
+from rollout.model.memory import GRAPH_BYTES, SAMPLER_COPIES, MemoryNeeds, ReceivedBytes
 from tests.support import tiny_models
 
 GIB = 1 << 30
-NEEDS = MemoryNeeds(total=80 * GIB, free=60 * GIB, held=20 * GIB, staging=16 * GIB, step=2 * GIB, graphs=1 * GIB)
+NEEDS = MemoryNeeds(
+    total=80 * GIB, free=60 * GIB, held=20 * GIB, staging=15 * GIB, landing=1 * GIB, step=2 * GIB, graphs=1 * GIB,
+    pinned=18 * GIB, host_free=18 * GIB,
+)  # fmt: skip
 
 
 def test_the_share_is_of_the_whole_device_and_counts_what_is_held() -> None:
@@ -33,9 +36,11 @@ def test_what_others_hold_is_not_given_away() -> None:
 @pytest.mark.parametrize(
     ("changes", "blocks", "utilization", "helps", "does_not"),
     [
-        ({}, 40, 0.9, ["--gpu-memory-utilization", "in_place"], ["--enforce-eager"]),
-        ({}, 45, 0.9, ["in_place"], ["--gpu-memory-utilization"]),
-        ({"staging": 0}, 50, 0.9, ["--enforce-eager", "a smaller cache"], ["in_place"]),
+        ({}, 40, 0.9, ["--gpu-memory-utilization", "in_place", "--weight-staging host"], ["--enforce-eager"]),
+        ({}, 45, 0.9, ["in_place", "--weight-staging host"], ["--gpu-memory-utilization"]),
+        ({"host_free": 17 * GIB}, 45, 0.9, ["in_place"], ["--weight-staging host"]),
+        ({"pinned": 0}, 50, 0.9, [], ["in_place", "--weight-staging host"]),  # what lands stays on the device
+        ({"staging": 0}, 49, 0.9, ["--enforce-eager", "a smaller cache"], ["in_place", "host"]),
         ({"free": 0, "held": 80 * GIB, "staging": 0}, 900, 0.9, ["a larger device"], ["in_place", "tensor-parallel"]),
     ],
 )
@@ -80,13 +85,30 @@ def test_a_step_of_the_most_tokens_is_tried_and_staging_and_graphs_are_counted(m
     fake = FakeRunner(3 * GIB, monkeypatch)
     needs = fake._memory_needs(SHAPES)
     assert [batch.query_lens for batch in fake.computed] == [[48, 16], [1, 1, 1, 1]]
-    parameters = sum(p.numel() * p.element_size() for p in fake.model.parameters())
+    sizes = [p.numel() * p.element_size() for p in fake.model.parameters()]
     assert needs == MemoryNeeds(
-        total=8 * GIB, free=3 * GIB, held=GIB, staging=parameters, step=600 + SAMPLER_COPIES * 4 * 4 * 256,
-        graphs=600 + 2 * 4 * 256 + 3 * GRAPH_BYTES,
+        total=8 * GIB, free=3 * GIB, held=GIB, staging=sum(sizes), landing=sum(sizes),
+        step=600 + SAMPLER_COPIES * 4 * 4 * 256, graphs=600 + 2 * 4 * 256 + 3 * GRAPH_BYTES, pinned=needs.pinned,
+        host_free=needs.host_free,
     )  # fmt: skip
+    assert sum(sizes) <= needs.pinned < 2 * sum(sizes) < needs.host_free
     in_place = FakeRunner(3 * GIB, monkeypatch, weight_staging="in_place", enforce_eager=True)._memory_needs(SHAPES)
-    assert (in_place.staging, in_place.graphs) == (0, 0)
+    assert (in_place.staging, in_place.landing, in_place.graphs) == (0, sum(sizes), 0)
+    assert FakeRunner(3 * GIB, monkeypatch, weight_staging="host")._memory_needs(SHAPES).staging == 0
+
+
+def test_a_host_too_small_for_pinned_staging_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 10))
+    with pytest.raises(ValueError, match=r"host takes 0\.00 GiB of pinned host memory, 0\.00 GiB are left"):
+        FakeRunner(3 * GIB, monkeypatch, weight_staging="host")._num_blocks(SHAPES)
+
+
+def test_received_weights_land_one_at_a_time_or_in_a_packed_buffer() -> None:
+    parameters = [torch.empty(count, dtype=torch.bfloat16, device="meta") for count in (3 * GIB, 10, GIB // 4)]
+    received = ReceivedBytes.of(parameters, parameters, "full")
+    assert (received.staging, received.landing) == (2 * sum(p.numel() for p in parameters), 6 * GIB)
+    assert received.pinned == 8 * GIB + 32 + GIB // 2
+    assert ReceivedBytes.of(parameters[1:], parameters[1:], "host").landing == GIB // 2 + 20
 
 
 @pytest.mark.parametrize("asked", [{"num_gpu_blocks_override": 1 << 20}, {"kv_cache_memory_bytes": 1 << 40}])

@@ -78,7 +78,7 @@ class Wire(Transport):
             if index == self.dies_at:
                 raise WeightUpdateError(503, "the trainer is gone")
             if item.count is None:
-                landing = staging.direct(item)
+                landing = staging.direct(item, piece.device)
                 landing = torch.empty_like(piece) if landing is None else landing
                 landing.copy_(piece)
                 staging.place(item, landing)

@@ -125,7 +125,7 @@ def test_nothing_is_written_once_an_update_is_over():
     staging = store.stage(in_place=True)
     name = "model.norm.weight"
     (item,) = staging.resolve([name], ["float32"], [[32]])
-    assert staging.direct(item) is None
+    assert staging.direct(item, torch.device("cpu")) is None
     staging.close()
     store.release(staging)
     with pytest.raises(AbandonedError):

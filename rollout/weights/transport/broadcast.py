@@ -52,19 +52,15 @@ class GlooGroup:
 
     def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
         self._group: Any = gloo_group(_store(info, timeout_s), info.rank_offset, info.world_size, timeout_s)
-        self._device = device
 
     def broadcast(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
-        """Receive; through host memory where the tensor is on another device."""
-        landing = tensor if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
-        work = self._group.broadcast(landing.view(-1).view(torch.uint8), 0)
+        """Receive; the tensor is in host memory."""
+        work = self._group.broadcast(tensor.view(-1).view(torch.uint8), 0)
         while not work.is_completed():
             check()
             with contextlib.suppress(RuntimeError):  # not yet; what has failed is raised below
                 work.wait(_TICK)
         work.wait()
-        if landing is not tensor:
-            tensor.copy_(landing)
 
     def close(self) -> None:
         """Drop the group and its sockets; waits for a broadcast that was given up, without holding up other threads."""
@@ -165,6 +161,7 @@ class BroadcastTransport(Transport):
             )
         self.peer = f"{info.master_address}:{info.master_port}"
         self._info, self.timeout_s, self._device = info, timeout_s, device
+        self._lands_on = torch.device("cpu") if self.name == "gloo" else device
         kinds: dict[str, type[GlooGroup] | type[NcclGroup]] = {"gloo": GlooGroup, "nccl": NcclGroup}
         self._kind: Callable[[InitInfo, float, torch.device], Group] = VllmNcclGroup if raw_nccl else kinds[self.name]
         self._group: Group | None = None
@@ -234,9 +231,9 @@ class BroadcastTransport(Transport):
             ) from error
 
     def _receive_one(self, item: Incoming, staging: Staging, *, as_bytes: bool) -> None:
-        landing = staging.direct(item)
+        landing = staging.direct(item, self._lands_on)
         if landing is None:
-            landing = torch.empty(item.target.size, dtype=item.dtype, device=self._device)
+            landing = torch.empty(item.target.size, dtype=item.dtype, device=self._lands_on)
         try:
             self._broadcast(landing.view(-1).view(torch.uint8) if as_bytes else landing)
         except AbandonedError:
@@ -247,15 +244,15 @@ class BroadcastTransport(Transport):
     def _receive_packed(
         self, plan: list[Incoming], limit: int, staging: Staging, progress: Callable[[int], Any]
     ) -> None:
-        buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+        buffer = torch.empty(0, dtype=torch.uint8, device=self._lands_on)
         for group in packed_groups(plan, limit):
             size = sum(item.nbytes for item in group)
             if len(group) == 1 and group[0].count is None:
                 self._receive_one(group[0], staging, as_bytes=True)
             else:
                 if buffer.numel() < size:
-                    buffer = torch.empty(0, dtype=torch.uint8, device=self._device)  # free before growing
-                    buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+                    buffer = torch.empty(0, dtype=torch.uint8, device=self._lands_on)  # free before growing
+                    buffer = torch.empty(size, dtype=torch.uint8, device=self._lands_on)
                 if size:  # else nothing changed in any of them
                     self._broadcast(buffer[:size])
                 _unpack(buffer, group, staging)
