@@ -191,7 +191,7 @@ def fuse_gates(model: nn.Module) -> None:
             same[type(module)] = _same_gate(module)
         if same[type(module)]:
             module.act_fn = SiLUGate()
-            module.forward = _gated(module)
+            module.forward = gated(module)
 
 
 def _same_gate(module: Any) -> bool:
@@ -205,10 +205,10 @@ def _same_gate(module: Any) -> bool:
     fused = copy.copy(stock)
     fused._modules = {**stock._modules, "act_fn": SiLUGate()}
     kind = type(module)
-    return _same(lambda x: kind.forward(stock, x), _gated(fused), module.gate_proj.in_features, torch.bfloat16)
+    return _same(lambda x: kind.forward(stock, x), gated(fused), module.gate_proj.in_features, torch.bfloat16)
 
 
-def _gated(module: Any) -> Callable[[Tensor], Tensor]:
+def gated(module: Any) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
         gate = module.gate_proj(x)
         output: Tensor = module.down_proj(module.act_fn(gate, module.up_proj(x)))

@@ -18,9 +18,11 @@ from rollout.kernels.attention.chunked import CHUNK, fill_up, padded_rows
 from rollout.kernels.attention.cuda import TritonAttention
 from rollout.kernels.attention.torch_paged import TorchAttention
 from rollout.kernels.native import keep_freed_memory
+from rollout.model import fused_cuda
 from rollout.model.fused import PackedWeights, fuse_gates, fuse_norms, fuse_rotary
 from rollout.model.graphs import CudaGraphs, DecodeGraphs, bucket_sizes
 from rollout.model.invariance import prove_batch_invariance
+from rollout.model.joined import JoinedWeights
 from rollout.model.load_check import LENGTHS, plug_in_attention
 from rollout.model.loader import eos_token_ids, experts_implementation, load_model
 from rollout.model.memory import GRAPH_BYTES, SAMPLER_COPIES, MemoryNeeds, ReceivedBytes, peak_bytes
@@ -56,11 +58,15 @@ class ModelRunner:
         experts = experts_implementation(self.model, config)
         shapes, stock = plug_in_attention(self.model, self._backend, config.block_size, self.max_model_len, experts)
         fix_rotary(self.model, self.max_model_len)
-        fuse_norms(self.model)
-        fuse_rotary(self.model)
         self.parameters = ModelParameters(self.model)
-        self.packed = PackedWeights(self.parameters)
-        fuse_gates(self.model)
+        self.packed: PackedWeights | JoinedWeights
+        if self._serves_triton and config.tensor_parallel_size == 1:
+            self.packed = fused_cuda.fuse(self.parameters)
+        else:
+            fuse_norms(self.model)
+            fuse_rotary(self.model)
+            self.packed = PackedWeights(self.parameters)
+            fuse_gates(self.model)
         if config.batch_invariant:
             prove_batch_invariance(self.model, lambda blocks: self._backend(shapes, blocks), config.block_size)
         stock.check(self.model, lambda blocks: self._backend(shapes, blocks), config.block_size)

@@ -51,7 +51,7 @@ class TritonHarness(Harness):
         history.blocks = [self.free.pop() for _ in range(-(-count // self.block_size))]
         if count:
             self.backend.prepare(RaggedBatch([0, count], [count], [history.blocks]))
-            self.backend._write(0, history.keys, history.values)
+            self.backend._write(0, history.keys, history.keys, history.values)
         return history
 
 
@@ -154,7 +154,8 @@ def test_half_precision_heads_of_every_width_and_group(
         history = History(keys, values, [free.pop() for _ in range(-(-context // block_size))])
         if context > tokens:
             backend.prepare(RaggedBatch([0, context - tokens], [context - tokens], [history.blocks]))
-            backend._write(0, keys[:, : context - tokens], values[:, : context - tokens])
+            past = keys[:, : context - tokens]
+            backend._write(0, past, past, values[:, : context - tokens])
         query = normal(kv_heads * group, tokens, key_dim)
         work.append((history, query))
         expected.append(dense(query.float(), keys.float(), values.float(), params))

@@ -3,6 +3,7 @@ mixed, and nothing falls to the host, for every architecture that is served."""
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +14,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import CONFIG_MAPPING
 
 from rollout.config import EngineConfig
+from rollout.kernels import triton_layers
+from rollout.kernels.attention import triton_paged
 from rollout.kernels.attention.base import ATTENTION_NAME, AttentionBackend, AttentionParams, RaggedBatch, serving
 from rollout.kernels.attention.cuda import TritonAttention
-from rollout.model import loader
+from rollout.kernels.norms import NormKind
+from rollout.model import fused_cuda, loader
 from rollout.model.load_check import _record_shapes
 from rollout.model.parameters import ModelParameters
 from rollout.model.rotary import keep_frequencies
@@ -53,12 +57,20 @@ class TracedAttention(TritonAttention):
     def __init__(self, shapes: list, num_blocks: int, rows: int) -> None:
         AttentionBackend.__init__(self, shapes, num_blocks, 16, torch.bfloat16, CUDA)
         self.step = SimpleNamespace(slots=torch.zeros(rows, dtype=torch.int64, device=CUDA))  # type: ignore[assignment]
+        self._kernels, self._layers = triton_paged, triton_layers
         self.attended: list[tuple[torch.dtype, torch.device]] = []
+
+    def launch_kernels(self) -> None:
+        """Have attention launch its kernels as well: they are to be replaced before."""
+        ints = [torch.zeros(size, dtype=torch.int32, device=CUDA) for size in ((ROWS + 1,), (ROWS,), (ROWS, 64))]
+        self._plan = triton_paged.PagedPlan(*ints, split_size=256, max_splits=4, has_decodes=True, has_chunks=False)
 
     def prepare(self, batch: RaggedBatch) -> None:
         raise AssertionError("a plan is no part of a capture")
 
     def _attend(self, layer: int, query: Tensor, params: AttentionParams) -> Tensor:
+        if hasattr(self, "_plan"):
+            return super()._attend(layer, query, params)
         assert query.stride(-1) == 1
         assert params.sinks is None or params.sinks.device == CUDA
         self.attended.append((query.dtype, query.device))
@@ -91,9 +103,12 @@ def test_what_a_graph_captures_stays_on_the_device(name: str, monkeypatch: pytes
             with serving(backend):
                 return model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=rows).logits[0]
 
-        forward(torch.arange(ROWS, device=CUDA))  # what is made once is made now, as in a warm-up
+        with monkeypatch.context() as patch:
+            Launches().replace_kernels(patch, triton_layers)
+            forward(torch.arange(ROWS, device=CUDA))  # what is made once is made now, as in a warm-up
         backend.attended.clear()
-        with Launches() as launches:
+        with Launches() as launches, monkeypatch.context() as patch:
+            launches.replace_kernels(patch, triton_layers)
             logits = forward(torch.arange(ROWS, device=CUDA))
         assert logits.shape == (ROWS, config.get_text_config().vocab_size)
         assert logits.device == CUDA
@@ -110,6 +125,7 @@ def test_experts_where_torch_has_no_grouped_product_launch_three_kernels_a_layer
     launches: list[Launch] = []
     for kernel in ("_sort_by_expert", "_grouped_product"):
         monkeypatch.setattr(triton_experts, kernel, LaunchRecorder(getattr(triton_experts, kernel), launches))
+    Launches().replace_kernels(monkeypatch, triton_layers)
     monkeypatch.setattr(loader, "resolve_device", lambda config: CUDA)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (8, 0))
     config = ARCHITECTURES[name]
@@ -138,6 +154,51 @@ def test_experts_where_torch_has_no_grouped_product_launch_three_kernels_a_layer
         assert len(launches) == 3 * config.num_hidden_layers
         tensors = [value for _, arguments, _ in launches for value in arguments if isinstance(value, Tensor)]
         assert {tensor.device for tensor in tensors} == {CUDA}
+
+
+PER_LAYER = {
+    # sum and norm, qkv, heads, attention and merge, output, sum and norm, gate and up, gate, down
+    "llama": 10,
+    "qwen2": 10,
+    "qwen3": 10,
+    "mistral": 10,
+    "gemma3_text": 14,  # norms behind attention and MLP, whose sums are launches of their own
+}
+BESIDE = {"gemma3_text": 26}  # two kinds of rotation
+"""Launches of a step beside its layers, 14 by default: embeddings, rotary factors, last norm, rows of the head."""
+
+
+@pytest.mark.parametrize("name", PER_LAYER)
+def test_a_layer_takes_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the replacements agree is tried elsewhere (test_fused_cuda.py): here no tensor has values."""
+    kind = NormKind(1e-6, 1.0, False) if "gemma" in name else NormKind(1e-6, 0.0, True)
+    monkeypatch.setattr(fused_cuda, "norm_kind", lambda module: kind if "RMSNorm" in type(module).__name__ else None)
+    monkeypatch.setattr(fused_cuda, "close", lambda mine, theirs: True)
+    counts = []
+    for layers in (2, 4):
+        config = copy.deepcopy(ARCHITECTURES[name])
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = (config.layer_types * 2)[:layers]
+        mode, launches = fake_cuda(), Launches()
+        with monkeypatch.context() as patch, mode:
+            launches.replace_kernels(patch, triton_layers, triton_paged)
+            model = cuda_model(config)
+            keep_frequencies(model)
+            fused_cuda.fuse(ModelParameters(model))
+            with torch.inference_mode():
+                ids, positions = (torch.zeros(1, ROWS, dtype=torch.int64, device=CUDA) for _ in range(2))
+                backend = TracedAttention(_record_shapes(model, ids[0, :2], layers), 8, ROWS)
+                backend.launch_kernels()
+                rows = torch.arange(ROWS, device=CUDA)
+                for _ in range(2):  # what is made once is made in the first
+                    launches.counts.clear()
+                    with launches, serving(backend):
+                        model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=rows)
+        assert launches.on_host == []
+        counts.append(sum(launches.counts.values()))
+    assert (counts[1] - counts[0]) / 2 == PER_LAYER[name]
+    assert counts[0] - 2 * PER_LAYER[name] <= BESIDE.get(name, 14)
 
 
 def test_a_value_that_is_read_and_a_device_that_is_mixed_are_seen() -> None:

@@ -100,10 +100,12 @@ class AttentionBackend(ABC):
     """Paged attention on one device. Block 0 is never handed to a sequence: backends may pad with it.
 
     `keys` and `values` are one cache a layer, in the backend's own layout, blocks first. A value head's width is filled
-    up to a multiple of VALUE_MULTIPLE.
+    up to a multiple of VALUE_MULTIPLE. `takes_heads`: `forward` does for queries and keys what their layer has deferred
+    (`rollout.kernels.norms.deferred_heads`).
     """
 
     VALUE_MULTIPLE: ClassVar[int] = 1
+    takes_heads: bool = False
 
     def __init__(
         self, layers: list[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device

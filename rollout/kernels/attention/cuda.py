@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rollout.kernels.attention.base import AttentionBackend, AttentionParams, LayerShape, RaggedBatch
+from rollout.kernels.norms import Deferred, deferred_heads
 
 MAX_SPLITS = 16
 MIN_SPLIT_SIZE = 256
@@ -53,6 +54,7 @@ class StepBuffers:
             self._copied.synchronize()  # the last step's copy may still read the host buffer
         slots, query_start, context_lens, block_tables = self._host_views
         slots[:tokens] = batch.slots(block_size)
+        slots[tokens:] = 0  # padding is written to the null block
         query_start[: seqs + 1] = batch.query_start
         context_lens[:seqs] = batch.context_lens
         for row, table in zip(block_tables, batch.block_tables, strict=False):
@@ -70,6 +72,8 @@ class TritonAttention(AttentionBackend):
     `max_num_seqs` sequences, or a context longer than `max_model_len`. Raises ImportError where Triton is missing.
     """
 
+    takes_heads = True
+
     def __init__(
         self,
         layers: list[LayerShape],
@@ -82,8 +86,9 @@ class TritonAttention(AttentionBackend):
         max_num_seqs: int,
         max_num_batched_tokens: int,
     ) -> None:
-        # Imported here: the module compiles its kernels for the GPU at hand, and needs Triton.
+        # Imported here: the modules compile their kernels for the GPU at hand, and need Triton.
         self._kernels = importlib.import_module("rollout.kernels.attention.triton_paged")
+        self._layers = importlib.import_module("rollout.kernels.triton_layers")
         super().__init__(layers, num_blocks, block_size, dtype, device)
         self.step = StepBuffers(max_num_batched_tokens, max_num_seqs, -(-max_model_len // block_size), device)
         # Fixed by the longest context allowed, never by the batch: see triton_paged.
@@ -107,13 +112,21 @@ class TritonAttention(AttentionBackend):
         )
 
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        self._write(layer, key, value)
-        return self._attend(layer, query if query.stride(-1) == 1 else query.contiguous(), params)
+        query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+        return self._attend(layer, self._write(layer, query, key, value), params)
 
-    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        slots = self.step.slots[: key.shape[1]]
-        self.keys[layer].flatten(0, 1).index_copy_(0, slots, key.transpose(0, 1))
-        self.values[layer].flatten(0, 1).index_copy_(0, slots, value.transpose(0, 1))
+    def _write(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Write to the cache; returns the queries as the layer meant them, the rest of their work done."""
+        turned: Tensor = self._layers.write_heads(
+            query,
+            key,
+            value,
+            self.keys[layer],
+            self.values[layer],
+            self.step.slots[: key.shape[1]],
+            deferred_heads.get() or Deferred(),
+        )
+        return turned
 
     def _attend(self, layer: int, query: Tensor, params: AttentionParams) -> Tensor:
         keys, values = self.keys[layer], self.values[layer]
