@@ -29,7 +29,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class TokenLogprob(msgspec.Struct, array_like=True, frozen=True):
+class TokenLogprob(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One candidate token: its id, its logprob (float32 value, natural log), its rank among all tokens (from 1)."""
 
     token_id: int
@@ -50,7 +50,7 @@ class RoutingShape(msgspec.Struct, frozen=True):
     dtype: str
 
 
-class TokenOutput(msgspec.Struct, array_like=True):
+class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     """One step of one choice of one request: at most one new token, and the truth about it.
 
     `token_id` is None where a choice ended without a new token (an abort or an error). `logprobs` holds the sampled

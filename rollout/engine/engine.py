@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import Tensor
 
 from rollout.config import EngineConfig
@@ -18,7 +19,7 @@ from rollout.engine.kv_cache import KVCache
 from rollout.engine.request import Request, Sequence
 from rollout.engine.scheduler import Scheduler, SchedulerOutput
 from rollout.engine.sleep import Sleeper
-from rollout.kernels.attention.base import RaggedBatch
+from rollout.kernels.attention.base import RaggedBatch, ranges
 from rollout.messages import AbortRequests, AddRequest, EngineState
 from rollout.model.runner import ModelRunner
 from rollout.outputs import FinishReason, TokenOutput
@@ -238,19 +239,13 @@ class Engine:
 
     def _forward(self, batch: SchedulerOutput) -> Tensor:
         """Compute the batch's tokens; float logits of the rows that sample, or whose prompt logprobs are asked for."""
-        token_ids: list[int] = []
-        query_start = [0]
-        head_rows: list[int] = []
-        for item in batch.scheduled:
-            token_ids += item.sequence.token_ids[item.start : item.start + item.count]
-            query_start.append(len(token_ids))
-            head_rows += range(len(token_ids) - item.num_head_rows, len(token_ids))
-        ragged = RaggedBatch(
-            query_start,
-            [item.start + item.count for item in batch.scheduled],
-            [item.sequence.block_table for item in batch.scheduled],
-        )
-        logits = self.runner.forward(token_ids, ragged, head_rows)
+        items = batch.scheduled
+        token_ids = [token for i in items for token in i.sequence.token_ids[i.start : i.start + i.count]]
+        seats, starts, counts, heads = np.array([(i.sequence.seat, i.start, i.count, i.num_head_rows) for i in items]).T
+        contexts, ends = starts + counts, np.cumsum(counts)
+        tables = self.scheduler.tables[seats, : -(-contexts.max() // self.config.block_size)]
+        ragged = RaggedBatch(np.append(0, ends), contexts, tables)
+        logits = self.runner.forward(np.array(token_ids), ragged, ranges(ends - heads, heads))
         self.runner.copy_blocks(batch.copies)
         self.scheduler.computed(batch)
         return logits
@@ -269,15 +264,15 @@ class Engine:
         if rows != list(range(len(logits))):
             logits = logits[rows]
         outputs = self.sampler.sample(logits, [sequence.row for sequence in sequences])
-        for i, sequence in enumerate(sequences):
-            if not sequence.request.prompt_is_finite:
-                outputs[i] = nothing_sampled(sequence.row, NOT_FINITE)
         epoch, version = self.store.epoch, self.store.label
-        for sequence, output in zip(sequences, outputs, strict=True):
-            output.epoch, output.version = epoch, version
-            output.kv = "mixed" if sequence.kv_epoch is None else "current"
-            output.cached_tokens = sequence.cached_tokens
+        for i, sequence in enumerate(sequences):
             request = sequence.request
+            if not request.prompt_is_finite:
+                outputs[i] = nothing_sampled(sequence.row, NOT_FINITE)
+            output = outputs[i]
+            output.epoch, output.version, output.cached_tokens = epoch, version, sequence.cached_tokens
+            if sequence.kv_epoch is None:
+                output.kv = "mixed"
             wanted = request.params.prompt_logprobs is not None and request.prompt_is_finite
             if wanted and not request.prompt_logprobs_delivered:
                 output.prompt_logprobs, request.prompt_logprobs_delivered = list(request.prompt_logprobs), True
@@ -286,6 +281,7 @@ class Engine:
                 computed = len(sequence.token_ids)
                 output.routed_experts = self.runner.routing.read(sequence.block_table, sequence.num_routed, computed)
                 sequence.num_routed = computed
+        self.scheduler.counters["sampled_tokens"] += sum([output.token_id is not None for output in outputs])
         return list(zip(sequences, outputs, strict=True))
 
     def _collect_prompt_logprobs(self, request: Request, start: int, logits: Tensor) -> None:
@@ -303,7 +299,6 @@ class Engine:
             self._warn_once_an_epoch(f"a choice of request {output.request_id} ends: {output.stop_reason}")
             self._end(sequence, output.finish_reason)
             return
-        self.scheduler.counters["sampled_tokens"] += 1
         ended = sequence.append(output.token_id, output.epoch)
         if ended:
             output.finish_reason, output.stop_reason = ended

@@ -63,16 +63,17 @@ class Request:
         return self.cache_salt, array("q", self.prompt_token_ids).tobytes()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One choice of a request: its tokens, and the cache blocks that hold the first `num_computed` of them.
 
     `kv_epoch` is the weight epoch that computed every one of these positions, None where it was more than one.
     `prefix_node` names the last of the `num_registered` full blocks found or entered in the prefix cache. `siblings`
     are the request's other sequences, as long as they wait for this one, their `leader`, to compute their common
-    prompt. `tokens_of` counts the tokens that each weight epoch sampled. `prefill_len` is how many tokens it had when
-    it was admitted last. The routing of the first `num_routed` tokens has been delivered. `row` is what the sampler
-    keeps of it. `order` is its place in the scheduler's lists.
+    prompt. `seat` is its row of the scheduler's tables while it runs. `tokens_of` counts the tokens that each weight
+    epoch sampled. `prefill_len` is how many tokens it had when it was admitted last. The routing of the first
+    `num_routed` tokens has been delivered. `row` is what the sampler keeps of it. `order` is its place in the
+    scheduler's lists.
     """
 
     request: Request
@@ -86,10 +87,13 @@ class Sequence:
     num_registered: int = 0
     cached_tokens: int = 0
     num_routed: int = 0
+    seat: int = -1
     tokens_of: Counter[int] = field(default_factory=Counter)
     siblings: list[Sequence] = field(default_factory=list)
     leader: Sequence | None = None
     order: tuple[int, int, int] = (0, 0, 0)
+    prompt_len: int = field(init=False)
+    row: SamplingRow = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
@@ -116,15 +120,16 @@ class Sequence:
         Length ends a sequence also before min_tokens (before which EOS and stop tokens are banned, so that none is
         sampled). Stop strings are the server's business.
         """
-        if self.token_ids is self.request.prompt_token_ids:  # shared with its siblings until here
+        request = self.request
+        if self.token_ids is request.prompt_token_ids:  # shared with its siblings until here
             self.token_ids = self.token_ids.copy()
         self.token_ids.append(token_id)
         self.tokens_of[epoch] += 1
         self.row.append(token_id)
         output_len = len(self.token_ids) - self.prompt_len
-        if output_len >= self.request.params.min_tokens and token_id in self.request.stop_reasons:
-            return FinishReason.STOP, self.request.stop_reasons[token_id]
-        return (FinishReason.LENGTH, None) if output_len >= self.request.max_tokens else None
+        if token_id in request.stop_reasons and output_len >= request.params.min_tokens:
+            return FinishReason.STOP, request.stop_reasons[token_id]
+        return (FinishReason.LENGTH, None) if output_len >= request.max_tokens else None
 
     def __repr__(self) -> str:
         return f"Sequence({self.request.request_id}/{self.index}/{self.num_computed} of {len(self.token_ids)})"

@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+import numpy as np
+
 from rollout.config import KVPolicy
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.request import PromptKey, Request, Sequence
 
 
-@dataclass
+@dataclass(slots=True)
 class ScheduledSequence:
     """Compute `count` tokens of the sequence, from `start` on.
 
@@ -59,6 +61,8 @@ class Scheduler:
 
     `requests` are those with unfinished sequences, by id. `seconds_per_token` is what a token of a prefill has cost:
     no more of them are put into a step than take STEP_SECONDS, so that a slow machine answers others between two.
+    `tables` (max_num_seqs, width) int32 holds the block table of each running sequence, in the row of its `seat`,
+    filled up with 0: what a device reads, changed by what changes.
     """
 
     def __init__(
@@ -77,6 +81,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.tables = np.zeros((max_num_seqs, 1), np.int32)
+        self._free_seats = list(reversed(range(max_num_seqs)))
         self.epoch = 0
         self.counters: Counter[str] = Counter()
 
@@ -110,8 +116,10 @@ class Scheduler:
         if sequence.leader is not None:
             _take_out(sequence.leader.siblings, sequence)
             return
-        _take_out(self.running if sequence.block_table else self.waiting, sequence)
-        self._give_up(sequence)
+        if sequence.block_table:
+            self._unseat(sequence)
+        else:
+            _take_out(self.waiting, sequence)
         if sequence.siblings:
             self._enqueue(sequence.siblings)
 
@@ -130,12 +138,28 @@ class Scheduler:
                 sequence.kv_epoch = None
 
     def _requeue(self, sequence: Sequence) -> None:
-        _take_out(self.running, sequence)
-        self._give_up(sequence)
+        self._unseat(sequence)
         insort(self.waiting, sequence, key=_order)
 
-    def _give_up(self, sequence: Sequence) -> None:
-        """Free its blocks; prompt logprobs that are not delivered yet are collected from the start again."""
+    def _seat(self, sequence: Sequence, blocks: list[int]) -> None:
+        """Let it run, with these blocks."""
+        insort(self.running, sequence, key=_order)
+        sequence.seat = self._free_seats.pop()
+        self._extend(sequence, blocks)
+
+    def _extend(self, sequence: Sequence, blocks: list[int]) -> None:
+        """Let it hold these blocks as well."""
+        start = len(sequence.block_table)
+        sequence.block_table += blocks
+        if (end := len(sequence.block_table)) > self.tables.shape[1]:
+            self.tables = np.pad(self.tables, ((0, 0), (0, end)))
+        self.tables[sequence.seat, start:end] = blocks
+
+    def _unseat(self, sequence: Sequence) -> None:
+        """Let it run no longer: free its blocks. Prompt logprobs that are not delivered yet are collected again."""
+        _take_out(self.running, sequence)
+        self.tables[sequence.seat, : len(sequence.block_table)] = 0
+        self._free_seats.append(sequence.seat)
         self.kv.free(sequence)
         if not sequence.request.prompt_logprobs_delivered:
             del sequence.request.prompt_logprobs[1:]
@@ -145,7 +169,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and allocate their blocks. An empty step means that there is nothing to do."""
         step = SchedulerOutput([])
-        decoding = sum(len(sequence.token_ids) - sequence.num_computed == 1 for sequence in self.running)
+        decoding = sum([len(sequence.token_ids) - sequence.num_computed == 1 for sequence in self.running])
         in_time = max(LEAST_CHUNK, int(STEP_SECONDS / max(self.seconds_per_token, 1e-9)))
         self._prefill_budget = min(self.max_num_batched_tokens - decoding, in_time)
         self._head_rows = self.max_head_rows - decoding
@@ -178,7 +202,7 @@ class Scheduler:
             self._requeue(victim)
             if victim is sequence:
                 return False
-        sequence.block_table += self.kv.allocate(needed)
+        self._extend(sequence, self.kv.allocate(needed))
         return True
 
     def _schedule_waiting(self, step: SchedulerOutput) -> list[Sequence]:
@@ -201,18 +225,17 @@ class Scheduler:
             matched, edge = self.kv.match(sequence, self.epoch)
             if edge is not None and edge in coming:
                 continue  # another sequence computes this prefix right now: share it when it is there
-            self.kv.share([cached.block for cached in matched])
+            shared = [cached.block for cached in matched]
+            self.kv.share(shared)
             hit = len(matched) * self.kv.block_size
             count = self._chunk(sequence, hit)
             # room for the whole of it, though only a chunk is allocated: else two long prompts starve each other
             if not count or self.kv.blocks_for(len(sequence.token_ids)) - len(matched) > self.kv.num_free:
-                sequence.block_table = [cached.block for cached in matched]
+                sequence.block_table = shared
                 self.kv.free(sequence)
                 break
             _take_out(self.waiting, sequence)
-            insort(self.running, sequence, key=_order)
-            sequence.block_table = [cached.block for cached in matched]
-            sequence.block_table += self.kv.allocate(self.kv.blocks_for(hit + count) - len(matched))
+            self._seat(sequence, shared + self.kv.allocate(self.kv.blocks_for(hit + count) - len(matched)))
             sequence.num_computed, sequence.kv_epoch = hit, self.epoch
             sequence.prefill_len = len(sequence.token_ids)
             sequence.num_registered = len(matched)
@@ -279,9 +302,8 @@ class Scheduler:
         self.kv.share(table[:full])
         own = self.kv.allocate(len(table) - full)
         step.copies += zip(table[full:], own, strict=True)
-        sequence.block_table = table[:full] + own
+        self._seat(sequence, table[:full] + own)
         sequence.kv_epoch = item.sequence.kv_epoch
-        insort(self.running, sequence, key=_order)
         item.samples.append(sequence)
         self.counters["forked_sequences"] += 1
         self.counters["shared_blocks"] += full
@@ -290,11 +312,11 @@ class Scheduler:
     def _count(self, step: SchedulerOutput) -> None:
         if not step.scheduled:
             return
+        chunks = [item for item in step.scheduled if len(item.sequence.token_ids) - item.start > 1]
         self.counters["steps"] += 1
-        for item in step.scheduled:
-            self.counters["computed_tokens"] += item.count
-            self.counters["prefill_chunks"] += len(item.sequence.token_ids) - item.start > 1
-            self.counters["partial_chunks"] += not item.samples
+        self.counters["computed_tokens"] += sum(item.count for item in step.scheduled)
+        self.counters["prefill_chunks"] += len(chunks)
+        self.counters["partial_chunks"] += sum(not item.samples for item in chunks)
 
     def keep_pace(self, step: SchedulerOutput, seconds: float) -> None:
         """The step took this long."""

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,12 +70,12 @@ def bucket_sizes(max_num_seqs: int) -> list[int]:
 
 def pad_decodes(batch: RaggedBatch, size: int) -> RaggedBatch:
     """Add sequences of one token up to `size`; they write to and read from the null block's first slot."""
-    more = size - batch.num_seqs
-    return RaggedBatch(
-        query_start=[*batch.query_start, *range(batch.num_tokens + 1, size + 1)],
-        context_lens=[*batch.context_lens, *[1] * more],
-        block_tables=[*batch.block_tables, *[[0]] * more],
-    )
+    rows = batch.num_seqs
+    if rows == size:
+        return batch
+    context_lens, block_tables = np.ones(size, np.int32), np.zeros((size, batch.block_tables.shape[1]), np.int32)
+    context_lens[:rows], block_tables[:rows] = batch.context_lens, batch.block_tables
+    return RaggedBatch(np.arange(size + 1), context_lens, block_tables)
 
 
 class DecodeGraphs:
@@ -144,5 +145,5 @@ class DecodeGraphs:
                 self._logits = logits.new_empty(self._head_rows.numel(), logits.shape[-1])
             self._logits[:size].copy_(logits)
 
-        self._backend.prepare(pad_decodes(RaggedBatch([0], [], []), size))
+        self._backend.prepare(pad_decodes(RaggedBatch([0], [], np.zeros((0, 1), np.int32)), size))
         return self._capture(work)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -130,9 +131,8 @@ def _run(
         batch = RaggedBatch(query_start, [done[i] for i in chosen], [tables[i] for i in chosen])
         backend.prepare(batch)
         with serving(backend), _watching(model, backend):
-            row, positions = fill_up(row, model.dtype), fill_up(batch.positions(), model.dtype)
-            bits.count = len(row)
-            inputs = torch.tensor([row, positions], device=model.device)
+            inputs = fill_up(torch.from_numpy(np.stack([row, batch.positions])), model.dtype).to(model.device)
+            bits.count = inputs.shape[1]
             model(input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False)
 
 

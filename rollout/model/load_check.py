@@ -167,7 +167,7 @@ def _in_parts(
         with serving(backend):
             logits = model(
                 input_ids=torch.cat([sequences[i][start:end] for i, start, end in parts])[None],
-                position_ids=torch.tensor([batch.positions()], device=model.device),
+                position_ids=torch.from_numpy(batch.positions)[None].to(model.device),
                 use_cache=False,
                 logits_to_keep=torch.tensor(starts[1:], device=model.device) - 1,
             ).logits[0]

@@ -7,6 +7,7 @@ import logging
 import time
 from itertools import accumulate
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ class ModelRunner:
                 self.num_blocks,
                 config.block_size,
                 padded_rows(config.max_num_batched_tokens),
-                probe=lambda: self.forward([0], one, [0]),
+                probe=lambda: self.forward(np.zeros(1, np.int64), one, np.zeros(1, np.int64)),
             )
         self.capture()
         self.seconds = {"load": loaded - started, "check_and_cache": time.perf_counter() - loaded}
@@ -151,9 +152,9 @@ class ModelRunner:
         def compute(lengths: list[int]) -> int:
             starts = [0, *accumulate(lengths)]
             tables = [[0] * -(-length // config.block_size) for length in lengths]
-            head = [start - 1 for start in starts[1:]]
+            head = np.array(starts[1:]) - 1
             batch = RaggedBatch(starts, lengths, tables)
-            return peak_bytes(self.device, lambda: self.forward([0] * starts[-1], batch, head))
+            return peak_bytes(self.device, lambda: self.forward(np.zeros(starts[-1], np.int64), batch, head))
 
         whole, rest = divmod(config.max_num_batched_tokens, self.max_model_len)
         prefill = [self.max_model_len] * whole + [rest] * (rest > 0)
@@ -230,26 +231,27 @@ class ModelRunner:
         self.backend.free()
 
     @torch.inference_mode()
-    def forward(self, token_ids: list[int], batch: RaggedBatch, head_rows: list[int]) -> Tensor:
-        """Compute the flat row `token_ids` of `batch`; their logits (len(head_rows), vocab)."""
+    def forward(self, token_ids: np.ndarray, batch: RaggedBatch, head_rows: np.ndarray) -> Tensor:
+        """Compute the flat row `token_ids` (tokens,) int64 of `batch`.
+
+        Returns the logits (rows, vocab) of the tokens whose numbers are `head_rows` (rows,) int64, ascending.
+        """
         logits = self._compute(token_ids, batch, head_rows)
         if self.routing is not None:
             self.routing.store(batch)
         return logits
 
-    def _compute(self, token_ids: list[int], batch: RaggedBatch, head_rows: list[int]) -> Tensor:
-        positions, rows = batch.positions(), len(head_rows)
-        if self.graphs is not None and head_rows == list(range(batch.num_tokens)):
-            graphs = self.parameters.live.graphs
-            logits = self.graphs.run(graphs, torch.tensor(token_ids), torch.tensor(positions), batch)
+    def _compute(self, token_ids: np.ndarray, batch: RaggedBatch, head_rows: np.ndarray) -> Tensor:
+        inputs, head = torch.from_numpy(np.stack([token_ids, batch.positions])), torch.from_numpy(head_rows)
+        if self.graphs is not None and len(head) == batch.num_tokens:
+            logits = self.graphs.run(self.parameters.live.graphs, *inputs, batch)
             if logits is not None:
                 return logits
         self.backend.prepare(batch)
         if self.config.batch_invariant:
-            token_ids, positions, head_rows = (fill_up(row, self.dtype) for row in (token_ids, positions, head_rows))
-        inputs = torch.tensor([token_ids, positions], device=self.device)
-        head = torch.tensor(head_rows, dtype=torch.long, device=self.device)
-        return self._model(inputs[0:1], inputs[1:2], head)[:rows]
+            inputs, head = fill_up(inputs, self.dtype), fill_up(head, self.dtype)
+        inputs = inputs.to(self.device)
+        return self._model(inputs[0:1], inputs[1:2], head.to(self.device))[: len(head_rows)]
 
     def _model(self, input_ids: Tensor, position_ids: Tensor, head_rows: Tensor) -> Tensor:
         with serving(self.backend):

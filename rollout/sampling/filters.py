@@ -1,6 +1,6 @@
 """What a request does to its logits before a token is drawn: one function a filter, applied in place, in one order.
 
-Every filter takes float32 logits (rows, vocab) and one `SamplingRow` a row, works on all rows at once, and returns at
+Every filter takes float32 logits (rows, vocab) and `Rows`, one a row of them, works on all rows at once, and returns at
 once where no row asks for it. A row's arithmetic runs along its own vocabulary only, in an order that depends on
 nothing else, so that its bits are the same alone and in any batch.
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rollout.sampling.params import SamplingParams
-from rollout.sampling.rows import SamplingRow
+from rollout.sampling.rows import Rows, SamplingRow
 
 LARGEST = 1e30  # stands for +inf: leaves room for the division by a temperature
 MASS = 2.0**50  # probability 1 as an integer: sums of such integers are exact in float64, whatever their order
@@ -31,6 +31,8 @@ def filter_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     Its softmax is the sampled distribution, its entries above -inf are the support. A row is all -inf only where its
     filters leave no token, or where its logits hold no number.
     """
+    if not isinstance(rows, Rows):
+        rows = Rows(rows)
     filtered = without_nan(logits)
     keep_allowed_ids(filtered, rows)
     add_logit_bias(filtered, rows)
@@ -68,10 +70,9 @@ def without_nan(logits: Tensor) -> Tensor:
     return torch.nan_to_num(logits.float(), nan=-math.inf, posinf=LARGEST, neginf=-math.inf)
 
 
-def keep_allowed_ids(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+def keep_allowed_ids(logits: Tensor, rows: Rows) -> None:
     """Drop all tokens but `allowed_token_ids`."""
-    limited = [r for r, row in enumerate(rows) if row.filters.params.allowed_token_ids is not None]
-    if limited:
+    if limited := rows.limited:
         forbidden = torch.stack([rows[r].filters.forbidden(logits) for r in limited])
         if len(limited) == len(logits):
             logits.masked_fill_(forbidden, -math.inf)
@@ -79,28 +80,28 @@ def keep_allowed_ids(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
             logits[limited] = logits[limited].masked_fill_(forbidden, -math.inf)
 
 
-def add_logit_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+def add_logit_bias(logits: Tensor, rows: Rows) -> None:
     """Add `logit_bias` to the tokens it names."""
-    biased = [(r, *bias) for r, row in enumerate(rows) if (bias := row.filters.logit_bias) is not None]
+    biased = [(r, *bias) for r in rows.biased if (bias := rows[r].filters.logit_bias) is not None]
     if biased:
         index = _index(logits, [(r, ids) for r, ids, _ in biased])
         added = torch.from_numpy(np.concatenate([values for *_, values in biased]).clip(-LARGEST, LARGEST))
         logits[index] = (logits[index] + added.to(logits.device)).float()
 
 
-def ban_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+def ban_tokens(logits: Tensor, rows: Rows) -> None:
     """Drop EOS and stop tokens while fewer than `min_tokens` outputs exist, and the last token of each bad word whose
     other tokens are the latest output tokens."""
-    banned = [(r, ids) for r, row in enumerate(rows) for ids in row.banned]
+    banned = [(r, ids) for r in rows.banning for ids in rows[r].banned]
     if banned:
         vocab_size = logits.shape[-1]  # an EOS id may lie beyond it
         logits[_index(logits, [(r, ids[ids < vocab_size]) for r, ids in banned])] = -math.inf
 
 
-def apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+def apply_penalties(logits: Tensor, rows: Rows) -> None:
     """Repetition penalty of the tokens of prompt and output (Keskar et al. 2019, arXiv:1909.05858: a positive logit is
     divided by it, another multiplied), then frequency and presence penalties of the output's (OpenAI's definition)."""
-    seen = [(r, row.counts, row.filters.params) for r, row in enumerate(rows) if row.filters.penalizes]
+    seen = [(r, rows[r].counts, rows[r].filters.params) for r in rows.penalizing]
     if not seen:
         return
     index = _index(logits, [(r, counts.ids) for r, counts, _ in seen])
@@ -119,23 +120,21 @@ def _factors(counts: np.ndarray, params: SamplingParams) -> np.ndarray:
     )
 
 
-def divide_by_temperature(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+def divide_by_temperature(logits: Tensor, rows: Rows) -> None:
     """Divide by `temperature`; a greedy row stays as it is."""
-    temperatures = [row.filters.temperature for row in rows]
-    if any(t != 1 for t in temperatures):
-        logits.div_(torch.tensor(temperatures, dtype=torch.float32, device=logits.device)[:, None])
+    if (rows.temperatures != 1).any():
+        logits.div_(torch.from_numpy(rows.temperatures).float().to(logits.device)[:, None])
 
 
-def drop_below_min_p(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+def drop_below_min_p(logits: Tensor, rows: Rows) -> None:
     """Drop tokens less likely than `min_p` times the likeliest (Nguyen et al. 2024, arXiv:2407.01082)."""
-    min_ps = [row.filters.params.min_p for row in rows]
-    if any(min_ps):
-        logs = [math.log(p) if p > 0 else -math.inf for p in min_ps]
+    if rows.min_ps.any():
+        logs = [math.log(p) if p > 0 else -math.inf for p in rows.min_ps]
         limits = logits.amax(-1, keepdim=True) + torch.tensor(logs, dtype=torch.float32, device=logits.device)[:, None]
         logits.masked_fill_(logits < limits, -math.inf)
 
 
-def keep_top_k_top_p(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+def keep_top_k_top_p(logits: Tensor, rows: Rows) -> None:
     """Keep the `top_k` likeliest tokens, then the fewest of them that hold `top_p` of what is left of the probability
     (Holtzman et al. 2019, arXiv:1904.09751). A greedy row keeps the likeliest one.
 
@@ -144,7 +143,7 @@ def keep_top_k_top_p(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     few candidates are looked at.
     """
     vocab_size = logits.shape[-1]
-    limits = {r: _top_limits(row, vocab_size) for r, row in enumerate(rows)}
+    limits = {r: _top_limits(rows[r], vocab_size) for r in rows.narrowing}
     pending = [r for r, limit in limits.items() if limit != (vocab_size, 1.0)]
     for width in (*(w for w in WIDTHS if w < vocab_size), vocab_size):
         tried = [r for r in pending if limits[r][0] <= width or limits[r][0] == vocab_size]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -39,6 +39,7 @@ class RequestFilters:
         for word in bad_words_token_ids:
             self.bad_words.add(word)
         self.bans = params.min_tokens > 0 or any(bad_words_token_ids)
+        self.narrows = self.greedy or params.top_k > 0 or params.top_p != 1
         self._prompt_token_ids = prompt_token_ids
         self._forbidden: Tensor | None = None
 
@@ -165,3 +166,31 @@ class SamplingRow:
         if self._counts is None:
             self._counts = TokenCounts(self.filters.prompt_slots)
         return self._counts
+
+
+class Rows(list[SamplingRow]):
+    """The rows of one step, in their order, and what their filters ask for in every step: worked out once.
+
+    So a step costs little Python for each of its rows as long as none comes or goes. `limited` (by
+    `allowed_token_ids`), `biased`, `banning`, `penalizing`, `narrowing` (to the likeliest tokens) and `greedy` list the
+    rows, by their places, that a filter may have work with; `drawing` are those that aren't greedy. `only_scale`:
+    no filter ever does more than divide by a temperature. `want_one_logprob`: at most the sampled token's is asked for.
+    `temperatures` and `min_ps` are (rows,) float64, `noise` is each row's seed and sample index, (2, rows) uint64.
+    """
+
+    def __init__(self, rows: Iterable[SamplingRow] = ()) -> None:
+        super().__init__(rows)
+        filters = [row.filters for row in self]
+        self.limited = [r for r, f in enumerate(filters) if f.params.allowed_token_ids is not None]
+        self.biased = [r for r, f in enumerate(filters) if f.params.logit_bias]
+        self.banning = [r for r, f in enumerate(filters) if f.bans]
+        self.penalizing = [r for r, f in enumerate(filters) if f.penalizes]
+        self.narrowing = [r for r, f in enumerate(filters) if f.narrows]
+        self.greedy = [r for r, f in enumerate(filters) if f.greedy]
+        self.drawing = [r for r, f in enumerate(filters) if not f.greedy] if self.greedy else [*range(len(self))]
+        self.temperatures = np.array([f.temperature for f in filters], np.float64)
+        self.min_ps = np.array([f.params.min_p for f in filters], np.float64)
+        self.noise = np.array([[row.seed for row in self], [row.index for row in self]], np.uint64)
+        idle = not (self.limited or self.biased or self.banning or self.penalizing or self.narrowing)
+        self.only_scale = bool(idle and not self.min_ps.any())
+        self.want_one_logprob = not any(f.params.logprobs or f.params.logprob_token_ids for f in filters)

@@ -20,7 +20,7 @@ from rollout.config import LogprobsMode
 from rollout.kernels.native import address, is_fast, library
 from rollout.outputs import FinishReason, TokenLogprob, TokenOutput
 from rollout.sampling.filters import filter_logits, is_filtered, only_scales, top_tokens
-from rollout.sampling.rows import SamplingRow
+from rollout.sampling.rows import Rows, SamplingRow
 
 NOT_FINITE = "the logits hold NaN or infinity: the weights are broken; push sound ones"
 NO_TOKEN_LEFT = "no token is left: allowed_token_ids, bad_words, logit_bias, min_tokens and the like ban them all"
@@ -40,6 +40,7 @@ class Sampler:
 
     def __init__(self, logprobs_mode: LogprobsMode = "raw_logprobs", *, exact: bool = False) -> None:
         self.logprobs_mode, self.exact = logprobs_mode, exact
+        self._rows = Rows()
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[TokenOutput]:
@@ -55,7 +56,10 @@ class Sampler:
             raise ValueError(f"logits of {len(logits)} rows can't be sampled for {len(rows)} requests: pass one a row")
         if not rows:
             return []
-        if not self.exact and _drawn_by_triton(logits) and all(_is_plain(row, logits.shape[-1]) for row in rows):
+        if rows != self._rows:
+            self._rows = Rows(rows)
+        rows = self._rows
+        if not self.exact and _drawn_by_triton(logits) and rows.want_one_logprob and _only_scale(rows, logits):
             return self._sample_plain(logits, rows)
         filtered = self._needed_filtered(logits, rows)
         tokens = _draw_scaled(logits, rows) if filtered is None else _choose(filtered, rows)
@@ -77,7 +81,8 @@ class Sampler:
             tensors += _logprob_table(_take(source, members), _take(tokens, members), k)
 
         arrays = iter(_to_host(tensors))
-        ids, numbers, some = (next(arrays).astype(int).tolist() for _ in range(3))
+        ids = next(arrays).astype(int).tolist()
+        numbers, some = next(arrays), next(arrays)
         sampled = [TokenOutput(row.request_id, row.index, token) for row, token in zip(rows, ids, strict=True)]
         for members in groups.values():
             for r, entries in zip(members, _entries([ids[r] for r in members], *islice(arrays, 4)), strict=True):
@@ -87,12 +92,11 @@ class Sampler:
             sampled[r].logprobs = _logprobs_of(source[r], [ids[r], *asked])
         for r, mask in zip(masked, [] if filtered is None else _masks(filtered, masked), strict=True):
             sampled[r].sampling_mask = mask.tobytes()
-        for r, row in enumerate(rows):
-            if not (numbers[r] and some[r]):
-                sampled[r] = nothing_sampled(row, NO_TOKEN_LEFT if numbers[r] else NOT_FINITE)
+        for r in np.flatnonzero((numbers == 0) | (some == 0)).tolist():
+            sampled[r] = nothing_sampled(rows[r], NO_TOKEN_LEFT if numbers[r] else NOT_FINITE)
         return sampled
 
-    def _sample_plain(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[TokenOutput]:
+    def _sample_plain(self, logits: Tensor, rows: Rows) -> list[TokenOutput]:
         """`sample` where no row asks for more than a token, its logprob and its rank: a copy, a launch and a read."""
         processed = self.logprobs_mode == "processed_logprobs"
         (table,) = _to_host([_triton().sample(logits, _asked(logits, rows), processed=processed)])
@@ -104,13 +108,12 @@ class Sampler:
             sampled.append(output if sound else nothing_sampled(row, NOT_FINITE))
         return sampled
 
-    def _needed_filtered(self, logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor | None:
+    def _needed_filtered(self, logits: Tensor, rows: Rows) -> Tensor | None:
         """What the tokens are drawn from; None where they come from `logits` in one pass, and nothing else needs it."""
         reported = self.logprobs_mode == "processed_logprobs" and any(
             row.filters.params.logprobs is not None for row in rows
         )
-        drawn_at_once = _drawn_natively(logits) or _drawn_by_triton(logits)
-        if reported or not drawn_at_once or not all(only_scales(row, logits.shape[-1]) for row in rows):
+        if reported or not (_drawn_natively(logits) or _drawn_by_triton(logits)) or not _only_scale(rows, logits):
             return filter_logits(logits, rows)
         return None
 
@@ -136,38 +139,36 @@ def nothing_sampled(row: SamplingRow, why: str) -> TokenOutput:
     return TokenOutput(row.request_id, row.index, finish_reason=FinishReason.ERROR, stop_reason=why)
 
 
-def _is_plain(row: SamplingRow, vocab_size: int) -> bool:
-    """True where a row wants a token of its scaled logits, and at most its own logprob."""
-    params = row.filters.params
-    return not params.logprobs and not params.logprob_token_ids and only_scales(row, vocab_size)
+def _only_scale(rows: Rows, logits: Tensor) -> bool:
+    """True where the filters of all rows do nothing in this step but divide by temperatures."""
+    return rows.only_scale or all(only_scales(row, logits.shape[-1]) for row in rows)
 
 
-def _asked(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _asked(logits: Tensor, rows: Rows) -> Tensor:
     """The rows' temperatures and uniform numbers (2, rows) float64, on the device of `logits`."""
-    asked = torch.from_numpy(np.stack([[row.filters.temperature for row in rows], uniforms(rows)]))
+    asked = torch.from_numpy(np.stack([rows.temperatures, uniforms(rows)]))
     if torch.cuda.is_available():
         asked = asked.pin_memory()  # else the copy would wait for the device
     return asked.to(logits.device, non_blocking=True)
 
 
-def _draw_scaled(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _draw_scaled(logits: Tensor, rows: Rows) -> Tensor:
     """Token ids (rows,) int64, each from softmax(logits / temperature), without a copy of the logits."""
     if _drawn_by_triton(logits):
         return _draw_by_triton(logits, _asked(logits, rows))
-    temperatures = torch.tensor([row.filters.temperature for row in rows])
+    temperatures = torch.from_numpy(rows.temperatures).float()
     return _draw_natively(logits, temperatures, torch.from_numpy(uniforms(rows)))
 
 
-def _choose(filtered: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _choose(filtered: Tensor, rows: Rows) -> Tensor:
     """Token ids (rows,) int64: the one token that a greedy row's filters left, a draw for every other row."""
+    noise = torch.from_numpy(uniforms(rows)).to(filtered.device)
+    if not rows.greedy:
+        return draw(filtered, noise)
     tokens = torch.empty(len(rows), dtype=torch.long, device=filtered.device)
-    greedy = [r for r, row in enumerate(rows) if row.filters.greedy]
-    drawn = [r for r, row in enumerate(rows) if not row.filters.greedy]
-    if greedy:
-        tokens[greedy] = _take(filtered, greedy).argmax(-1)
-    if drawn:
-        noise = torch.from_numpy(uniforms([rows[r] for r in drawn])).to(filtered.device)
-        tokens[drawn] = draw(_take(filtered, drawn), noise)
+    tokens[rows.greedy] = _take(filtered, rows.greedy).argmax(-1)
+    if rows.drawing:
+        tokens[rows.drawing] = draw(_take(filtered, rows.drawing), noise[rows.drawing])
     return tokens
 
 
@@ -256,9 +257,10 @@ def _pick(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 def uniforms(rows: Sequence[SamplingRow]) -> np.ndarray:
     """One float64 of 53 random bits in [0, 1) a row: word 0 and 1 of Philox, keyed by the row's seed, at the counter
     (position in the output, sample index)."""
-    seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+    if not isinstance(rows, Rows):
+        rows = Rows(rows)
+    seeds, samples = rows.noise
     positions = np.array([row.position for row in rows], dtype=np.uint64)
-    samples = np.array([row.index for row in rows], dtype=np.uint64)
     zero = np.zeros_like(seeds)
     words = philox4x32(np.stack([positions, zero, samples, zero]), np.stack([seeds & 0xFFFFFFFF, seeds >> 32]))
     mantissas: np.ndarray = (words[1] << 32 | words[0]) >> 11
@@ -271,13 +273,13 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
     Salmon, Moraes, Dror, Shaw: "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
     """
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        p0, p1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
-        c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & low, (p0 >> shift) ^ c3 ^ k1, p0 & low
-        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
-    return np.stack([c0, c1, c2, c3])
+    factors, weyl = np.array([[[0xD2511F53], [0xCD9E8D57]], [[0x9E3779B9], [0xBB67AE85]]], np.uint64)
+    keys = (key + np.arange(10, dtype=np.uint64)[:, None, None] * weyl) & low
+    even, odd = counter[0::2], counter[1::2]
+    for round_key in keys:
+        product = factors * even
+        even, odd = (product >> shift)[::-1] ^ odd ^ round_key, (product & low)[::-1]
+    return np.stack([even[0], odd[0], even[1], odd[1]])
 
 
 def _logprob_table(logits: Tensor, tokens: Tensor, k: int) -> list[Tensor]:

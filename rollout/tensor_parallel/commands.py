@@ -19,13 +19,13 @@ class Join(msgspec.Struct, tag=True):
 
 
 class Forward(msgspec.Struct, tag=True):
-    """Compute a step along with the leader: what `ModelRunner.forward` takes, the batch as its three lists."""
+    """Compute a step along with the leader: the bytes of what `ModelRunner.forward` takes, the batch as its arrays."""
 
-    token_ids: list[int]
-    query_start: list[int]
-    context_lens: list[int]
-    block_tables: list[list[int]]
-    head_rows: list[int]
+    token_ids: bytes
+    query_start: bytes
+    context_lens: bytes
+    block_tables: bytes
+    head_rows: bytes
 
 
 class CopyBlocks(msgspec.Struct, tag=True):

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from rollout import logs
 from rollout.kernels.attention.base import RaggedBatch
@@ -71,8 +72,8 @@ class Follower:
     def obey(self, command: ToFollower) -> None:
         """Do what the leader does, or did. Whatever it raises ends this process, and the engine with it."""
         match command:
-            case Forward(token_ids, query_start, context_lens, block_tables, head_rows):
-                self.runner.forward(token_ids, RaggedBatch(query_start, context_lens, block_tables), head_rows)
+            case Forward():
+                self._forward(command)
             case CopyBlocks(pairs):
                 self.runner.copy_blocks(pairs)
             case WeightCall(call_id, method, params):
@@ -83,6 +84,13 @@ class Follower:
                 self.weights.call("finish_weight_update", {})
                 if self.weights.commit_if_ready(timeout_s=group.COLLECTIVE_TIMEOUT_S) is None:
                     raise RuntimeError("the leader has committed weights that are not prepared here")
+
+    def _forward(self, step: Forward) -> None:
+        token_ids, head_rows = (np.frombuffer(row, np.int64).copy() for row in (step.token_ids, step.head_rows))
+        batch = (np.frombuffer(part, np.int32) for part in (step.query_start, step.context_lens, step.block_tables))
+        query_start, context_lens, block_tables = batch
+        ragged = RaggedBatch(query_start, context_lens, block_tables.reshape(len(context_lens), -1))
+        self.runner.forward(token_ids, ragged, head_rows)
 
     def _gather(self, call_id: int) -> None:
         done: Future[dict[str, Any]] = Future()

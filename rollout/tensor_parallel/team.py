@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 
 import msgspec
+import numpy as np
 from torch import Tensor
 
 from rollout.config import EngineConfig
@@ -219,11 +220,12 @@ class LeadingRunner(ModelRunner):
         super().__init__(config)
         self.team = team
 
-    def forward(self, token_ids: list[int], batch: RaggedBatch, head_rows: list[int]) -> Tensor:
+    def forward(self, token_ids: np.ndarray, batch: RaggedBatch, head_rows: np.ndarray) -> Tensor:
         """As `ModelRunner.forward`. Raises FollowerLostError."""
         if self.team is None:
             return super().forward(token_ids, batch, head_rows)
-        self.team.send(Forward(token_ids, batch.query_start, batch.context_lens, batch.block_tables, head_rows))
+        parts = (token_ids, batch.query_start, batch.context_lens, batch.block_tables, head_rows)
+        self.team.send(Forward(*(part.tobytes() for part in parts)))
         with self.team.in_step():
             return super().forward(token_ids, batch, head_rows)
 

@@ -84,7 +84,7 @@ BLOCK_BYTES = 16 * 2 * 32 * 2
 def test_a_step_of_the_most_tokens_is_tried_and_staging_and_graphs_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeRunner(3 * GIB, monkeypatch)
     needs = fake._memory_needs(SHAPES)
-    assert [batch.query_lens for batch in fake.computed] == [[48, 16], [1, 1, 1, 1]]
+    assert [batch.query_lens.tolist() for batch in fake.computed] == [[48, 16], [1, 1, 1, 1]]
     sizes = [p.numel() * p.element_size() for p in fake.model.parameters()]
     assert needs == MemoryNeeds(
         total=8 * GIB, free=3 * GIB, held=GIB, staging=sum(sizes), landing=sum(sizes),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollout.sampling.filters import add_logit_bias, apply_penalties, divide_by_temperature, without_nan
 from rollout.sampling.params import SamplingParams, check_names
-from rollout.sampling.rows import RequestFilters, SamplingRow
+from rollout.sampling.rows import RequestFilters, Rows, SamplingRow
 from trainer_bridge.client import Span
 
 _BLOCK_ROWS = 256
@@ -87,12 +87,12 @@ def _block_logprobs(
     sampled = ids[start : start + len(logits)]
     filters = RequestFilters(params, prompt)
     row = SamplingRow(filters, 0, 0, ids[:start])
-    rows = [row] * len(logits)
+    rows = Rows([row] * len(logits))
     add_logit_bias(moved, rows)
     if filters.penalizes:
         parts = [part.clone() for part in moved.split(1)]
         for part, token_id in zip(parts, sampled, strict=True):
-            apply_penalties(part, [row])
+            apply_penalties(part, Rows([row]))
             row.append(token_id)
         moved = torch.cat(parts)
     divide_by_temperature(moved, rows)

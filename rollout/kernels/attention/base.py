@@ -8,70 +8,76 @@ forward pass under way.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 ATTENTION_NAME = "rollout"
 
 
-@dataclass(frozen=True)
 class RaggedBatch:
     """The sequences of one step, side by side in one flat row of tokens.
 
     Sequence i computes the tokens `[query_start[i], query_start[i + 1])` of the row; they are the last ones of its
-    `context_lens[i]` positions, whose keys and values lie in the cache blocks `block_tables[i]`.
+    `context_lens[i]` positions, whose keys and values lie in the cache blocks `block_tables[i]`. All three are int32
+    arrays, (sequences + 1,), (sequences,) and (sequences, width): tables are filled up with 0, the null block. They
+    may be given as lists.
     """
 
-    query_start: list[int]
-    context_lens: list[int]
-    block_tables: list[list[int]]
+    def __init__(
+        self,
+        query_start: np.ndarray | Sequence[int],
+        context_lens: np.ndarray | Sequence[int],
+        block_tables: np.ndarray | Sequence[Sequence[int]],
+    ) -> None:
+        self.query_start = np.asarray(query_start, np.int32)
+        self.context_lens = np.asarray(context_lens, np.int32)
+        if not isinstance(block_tables, np.ndarray):
+            width = max(map(len, block_tables), default=0)
+            rows = [[*table, *[0] * (width - len(table))] for table in block_tables]
+            block_tables = np.array(rows, np.int32).reshape(len(rows), width)
+        self.block_tables = block_tables
+        self.num_seqs, self.num_tokens = len(self.context_lens), int(self.query_start[-1])
+        assert len(self.query_start) - 1 == self.num_seqs == len(block_tables)
 
-    def __post_init__(self) -> None:
-        assert len(self.query_start) - 1 == len(self.context_lens) == len(self.block_tables)
+    @cached_property
+    def query_lens(self) -> np.ndarray:
+        """How many tokens each sequence computes, (sequences,)."""
+        return np.diff(self.query_start)
 
-    @property
-    def num_seqs(self) -> int:
-        return len(self.context_lens)
+    @cached_property
+    def _rows(self) -> np.ndarray:
+        """The sequence of each token, (tokens,)."""
+        return np.repeat(np.arange(self.num_seqs), self.query_lens)
 
-    @property
-    def num_tokens(self) -> int:
-        return self.query_start[-1]
+    @cached_property
+    def positions(self) -> np.ndarray:
+        """The position of each token of the row in its own sequence, (tokens,) int64."""
+        return ranges(self.context_lens - self.query_lens, self.query_lens)
 
-    @property
-    def query_lens(self) -> list[int]:
-        return [end - start for start, end in pairwise(self.query_start)]
+    def slots(self, block_size: int) -> np.ndarray:
+        """Where each token of the row keeps its key and value: block * block_size + offset, (tokens,) int64."""
+        block, offset = np.divmod(self.positions, block_size)
+        return self.block_tables[self._rows, block].astype(np.int64) * block_size + offset
 
-    def positions(self) -> list[int]:
-        """The position of each token of the row in its own sequence."""
-        return [
-            position
-            for query_len, context in zip(self.query_lens, self.context_lens, strict=True)
-            for position in range(context - query_len, context)
-        ]
-
-    def slots(self, block_size: int) -> list[int]:
-        """Where each token of the row keeps its key and value: block * block_size + offset."""
-        return [
-            table[position // block_size] * block_size + position % block_size
-            for query_len, context, table in zip(self.query_lens, self.context_lens, self.block_tables, strict=True)
-            for position in range(context - query_len, context)
-        ]
-
-    def begun_blocks(self, block_size: int) -> list[int]:
+    def begun_blocks(self, block_size: int) -> np.ndarray:
         """Blocks whose first slot is written in this step and whose last is not: behind it may lie an old NaN."""
-        begun = []
-        for query_len, context, table in zip(self.query_lens, self.context_lens, self.block_tables, strict=True):
-            last = (context - 1) // block_size
-            if context % block_size and context - query_len <= last * block_size:
-                begun.append(table[last])
-        return begun
+        last, filled = np.divmod(self.context_lens, block_size)
+        (begun,) = np.nonzero((filled > 0) & (self.context_lens - self.query_lens <= last * block_size))
+        return self.block_tables[begun, last[begun]]
+
+
+def ranges(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
+    """`lens[i]` numbers from `starts[i]` on for each i, one after the other, (sum of lens,) int64."""
+    before = np.cumsum(lens) - lens
+    return np.arange(lens.sum()) + np.repeat(starts - before, lens)
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,12 @@ def padded_rows(rows: int) -> int:
     return -(-rows // ROWS) * ROWS
 
 
-def fill_up(row: list[int], dtype: torch.dtype) -> list[int]:
-    """Fill up a row of tokens or indices with zeros to a length that `padded_rows` leaves as it is.
+def fill_up(row: Tensor, dtype: torch.dtype) -> Tensor:
+    """Fill up the last dimension, tokens or indices, with zeros to a length that `padded_rows` leaves as it is.
 
     In bfloat16 a row of a product has the same bits for every number of rows: it needs no filling up.
     """
-    return row + [0] * (padded_rows(len(row)) - len(row)) if dtype is torch.float32 else row
+    return pad(row, (0, padded_rows(row.shape[-1]) - row.shape[-1])) if dtype is torch.float32 else row
 
 
 def matmul(rows: Tensor, other: Tensor, *, exact: bool) -> Tensor:

@@ -43,7 +43,7 @@ class StepBuffers:
 
     def fill(self, batch: RaggedBatch, block_size: int) -> None:
         """Bring `batch` to the device, in order with the current stream. Raises ValueError where it doesn't fit."""
-        tokens, seqs, width = batch.num_tokens, batch.num_seqs, max(map(len, batch.block_tables))
+        tokens, seqs, width = batch.num_tokens, batch.num_seqs, batch.block_tables.shape[1]
         room = (self.max_num_tokens, self.max_num_seqs, self.table_width)
         if tokens > room[0] or seqs > room[1] or width > room[2]:
             raise ValueError(
@@ -57,8 +57,7 @@ class StepBuffers:
         slots[tokens:] = 0  # padding is written to the null block
         query_start[: seqs + 1] = batch.query_start
         context_lens[:seqs] = batch.context_lens
-        for row, table in zip(block_tables, batch.block_tables, strict=False):
-            row[: len(table)] = table
+        block_tables[:seqs, :width] = batch.block_tables
         used = self._host.numel() - (self.max_num_seqs - seqs) * self.table_width
         self._device[:used].copy_(self._host[:used], non_blocking=True)
         if self._copied is not None:
@@ -107,8 +106,8 @@ class TritonAttention(AttentionBackend):
             block_tables=self.step.block_tables[: batch.num_seqs],
             split_size=self._split_size,
             max_splits=self._max_splits,
-            has_decodes=min(batch.query_lens) == 1,
-            has_chunks=max(batch.query_lens) > 1,
+            has_decodes=bool(batch.query_lens.min() == 1),
+            has_chunks=bool(batch.query_lens.max() > 1),
         )
 
     def forward(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:

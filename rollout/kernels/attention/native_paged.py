@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout.kernels.attention.base import AttentionBackend, AttentionParams, LayerShape, RaggedBatch
+from rollout.kernels.attention.base import AttentionBackend, AttentionParams, LayerShape, RaggedBatch, ranges
 from rollout.kernels.attention.chunked import CHUNK
 from rollout.kernels.native import SUFFIXES, address, in_huge_pages, is_fast, library
 
@@ -65,20 +64,20 @@ class NativeAttention(AttentionBackend):
 
     def prepare(self, batch: RaggedBatch) -> None:
         """Lay out the step as the kernels read it: a row a token, tiles of rows that are likely to share blocks."""
-        lens, contexts = batch.query_lens, batch.context_lens
-        order = sorted(range(batch.num_seqs), key=lambda i: (lens[i] > 1, batch.block_tables[i]))
-        starts = np.concatenate([[0], np.cumsum([len(table) for table in batch.block_tables])])
+        keys = zip((batch.query_lens > 1).tolist(), map(bytes, batch.block_tables.astype(">i4")), strict=True)
+        order = np.array([i for _, i in sorted(zip(keys, range(batch.num_seqs), strict=True))])
+        lens = batch.query_lens[order]
         self._num_tokens = batch.num_tokens
-        self._slots = np.array(batch.slots(self.block_size), np.int32)
-        self._fresh = np.array(batch.begun_blocks(self.block_size), np.int32)
-        self._tables = np.fromiter(chain.from_iterable(batch.block_tables), np.int32)
-        self._row_token = _ranges([(batch.query_start[i], batch.query_start[i + 1]) for i in order])
-        self._row_seen = _ranges([(contexts[i] - lens[i] + 1, contexts[i] + 1) for i in order])
-        self._row_table = np.repeat(starts[:-1][order], np.array(lens)[order])
+        self._slots = batch.slots(self.block_size).astype(np.int32)
+        self._fresh = batch.begun_blocks(self.block_size)
+        self._tables = np.ascontiguousarray(batch.block_tables)
+        self._row_token = ranges(batch.query_start[:-1][order], lens).astype(np.int32)
+        self._row_seen = ranges(batch.context_lens[order] - lens + 1, lens).astype(np.int32)
+        self._row_table = np.repeat(order * self._tables.shape[1], lens)
         self._writes = _at(self._slots), self._num_tokens, _at(self._fresh), len(self._fresh)
         self._reads = _at(self._row_token), _at(self._row_seen), _at(self._row_table), _at(self._tables)
-        self._num_decodes = sum(length == 1 for length in lens)
-        self._prompt_lens = [lens[i] for i in order[self._num_decodes :]]
+        self._num_decodes = int((lens == 1).sum())
+        self._prompt_lens = lens[self._num_decodes :].tolist()
         self._tiles: dict[int, tuple[np.ndarray, int, int]] = {}
 
     def _tiles_of(self, groups: int) -> tuple[int, int]:
@@ -163,10 +162,6 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor, params: Attention
     output = output.view(sequences, length, kv_heads, groups, -1).permute(0, 2, 3, 1, 4)
     lse = lse.view(kv_heads, groups, sequences, length).permute(2, 0, 1, 3)
     return output.reshape(rows, groups, length, -1), lse.reshape(rows, groups, length)
-
-
-def _ranges(bounds: list[tuple[int, int]]) -> np.ndarray:
-    return np.concatenate([np.arange(start, end, dtype=np.int32) for start, end in bounds])
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -63,24 +63,24 @@ class TorchAttention(AttentionBackend):
     # -- the plan of a step
 
     def prepare(self, batch: RaggedBatch) -> None:
-        slots = torch.tensor(batch.slots(self.block_size), device=self.device)
+        slots = torch.from_numpy(batch.slots(self.block_size)).to(self.device)
         self._num_tokens = batch.num_tokens
         self._slot_blocks, self._slot_offsets = slots // self.block_size, slots % self.block_size
-        starts = batch.query_start
-        lens = batch.query_lens
+        starts, lens = batch.query_start.tolist(), batch.query_lens.tolist()
+        contexts, tables = batch.context_lens.tolist(), batch.block_tables.tolist()
         decodes = [i for i, length in enumerate(lens) if length == 1]
         self._decode_rows = torch.tensor([starts[i] for i in decodes], dtype=torch.long, device=self.device)
-        self._decode_contexts = torch.tensor([batch.context_lens[i] for i in decodes], device=self.device)
+        self._decode_contexts = torch.tensor([contexts[i] for i in decodes], device=self.device)
         self._decode_plans: dict[int | None, list[SharedChunks]] = {}
-        self._decodes = [(batch.block_tables[i], batch.context_lens[i]) for i in decodes]
+        self._decodes = [(tables[i], contexts[i]) for i in decodes]
         self._num_chunks = max((-(-context // CHUNK) for _, context in self._decodes), default=0)
         self._chunks = [
             (slice(starts[i], starts[i + 1]), context, self._blocks(table, context))
-            for i, (context, table) in enumerate(zip(batch.context_lens, batch.block_tables, strict=True))
+            for i, (context, table) in enumerate(zip(contexts, tables, strict=True))
             if lens[i] > 1
         ]
         begun = batch.begun_blocks(self.block_size)
-        self._new_blocks = torch.tensor(begun, device=self.device) if begun else None
+        self._new_blocks = torch.from_numpy(begun).to(self.device, torch.int64) if len(begun) else None
 
     def _blocks(self, table: Sequence[int], context: int) -> Tensor:
         """The blocks of the first `context` positions, filled up with block 0 to whole chunks."""
