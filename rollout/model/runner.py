@@ -244,7 +244,7 @@ class ModelRunner:
     def _compute(self, token_ids: np.ndarray, batch: RaggedBatch, head_rows: np.ndarray) -> Tensor:
         inputs, head = torch.from_numpy(np.stack([token_ids, batch.positions])), torch.from_numpy(head_rows)
         if self.graphs is not None and len(head) == batch.num_tokens:
-            logits = self.graphs.run(self.parameters.live.graphs, *inputs, batch)
+            logits = self.graphs.run(self.parameters.live.graphs, inputs[0], inputs[1], batch)
             if logits is not None:
                 return logits
         self.backend.prepare(batch)

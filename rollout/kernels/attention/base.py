@@ -65,13 +65,15 @@ class RaggedBatch:
     def slots(self, block_size: int) -> np.ndarray:
         """Where each token of the row keeps its key and value: block * block_size + offset, (tokens,) int64."""
         block, offset = np.divmod(self.positions, block_size)
-        return self.block_tables[self._rows, block].astype(np.int64) * block_size + offset
+        slots: np.ndarray = self.block_tables[self._rows, block].astype(np.int64) * block_size + offset
+        return slots
 
     def begun_blocks(self, block_size: int) -> np.ndarray:
         """Blocks whose first slot is written in this step and whose last is not: behind it may lie an old NaN."""
         last, filled = np.divmod(self.context_lens, block_size)
         (begun,) = np.nonzero((filled > 0) & (self.context_lens - self.query_lens <= last * block_size))
-        return self.block_tables[begun, last[begun]]
+        blocks: np.ndarray = self.block_tables[begun, last[begun]]
+        return blocks
 
 
 def ranges(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
