@@ -20,12 +20,21 @@ import torch.distributed as dist
 
 DEFAULT_BUFFER_BYTES = 1 << 30
 """Where a packed buffer is cut unless the trainer says otherwise; vLLM's default."""
+
+IPC_HANDLE_BYTES = 64
+"""Of a cudaIpcMemHandle_t, which names an allocation of one process to another on the same device."""
+
 _PREFIX = "rollout"
 """Of all keys of a group in its store."""
 
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 _MOST_CTAS = 4
 _environment = threading.Lock()
+
+
+def device_uuid(device: torch.device) -> str | None:
+    """Which device it is, whatever number this process gives it; None for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def host_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:

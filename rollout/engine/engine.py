@@ -23,6 +23,7 @@ from rollout.kernels.attention.base import RaggedBatch, ranges
 from rollout.messages import AbortRequests, AddRequest, EngineState
 from rollout.model.runner import ModelRunner
 from rollout.outputs import FinishReason, TokenOutput
+from rollout.rendezvous import device_uuid
 from rollout.sampling.sampler import NOT_FINITE, Sampler, nothing_sampled
 from rollout.weights.snapshot import SnapshotKeeper, resume
 from rollout.weights.store import WeightStore
@@ -88,6 +89,7 @@ class Engine:
                 "kv_policy": config.default_kv_policy,
                 "logprobs_mode": config.logprobs_mode,
                 "batch_invariant": config.batch_invariant,
+                "device_uuid": device_uuid(self.runner.device),
                 "restarted": self.restarted,
                 "commit_seconds": self.commit_seconds,
             },

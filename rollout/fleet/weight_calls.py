@@ -76,7 +76,7 @@ class WeightCalls:
         joined = _starts(ranks)
         bodies = [params] * len(ranks)
         init = params.get("init_info")
-        if len(ranks) > 1 and isinstance(init, dict) and init.get("backend") != "disk":
+        if len(ranks) > 1 and isinstance(init, dict) and init.get("backend") not in ("disk", "ipc"):
             offset, world_size = init.get("rank_offset", 1), init.get("world_size", 2)
             if isinstance(offset, int) and isinstance(world_size, int):
                 taken = sum(rank.info.world_size for rank in ranks)
@@ -159,7 +159,7 @@ class WeightCalls:
         ranks = self._living()
         infos = await call_all(ranks, "weight_info", params, timeout_s)
         transfer = "none" if not self._joined else "joined" if self._joined == _starts(ranks) else "stale"
-        shown = ("weight_version", "epoch", "state", "weights")
+        shown = ("weight_version", "epoch", "state", "weights", "device_uuid")
         each = [{"rank": r.rank} | {key: i[key] for key in shown if key in i} for r, i in infos.items()]
         committed = {key: epoch for i in infos.values() for key, epoch in i.get("committed_updates", {}).items()}
         return first(infos) | {"committed_updates": committed, "transfer": transfer, "ranks": each}

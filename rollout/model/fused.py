@@ -209,6 +209,8 @@ def _same_gate(module: Any) -> bool:
 
 
 def gated(module: Any) -> Callable[[Tensor], Tensor]:
+    """A gated layer's forward, whose gate is the module's `act_fn` of both projections."""
+
     def forward(x: Tensor) -> Tensor:
         gate = module.gate_proj(x)
         output: Tensor = module.down_proj(module.act_fn(gate, module.up_proj(x)))

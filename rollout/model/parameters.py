@@ -66,7 +66,8 @@ class ModelParameters:
 
     def new_set(self, *, on_host: bool = False) -> ParameterSet:
         """A set of buffers like the live ones, with nothing in them; those of CUDA parameters `on_host`, pinned."""
-        place = {"device": "cpu", "pin_memory": True} if on_host and self.model.device.type == "cuda" else {}
+        pinned = on_host and self.model.device.type == "cuda"
+        place: dict[str, Any] = {"device": "cpu", "pin_memory": True} if pinned else {}
         return ParameterSet({name: torch.empty_like(tensor, **place) for name, tensor in self.live.tensors.items()})
 
     def successor_in_place(self) -> ParameterSet:

@@ -103,7 +103,7 @@ class TeamUpdater(WeightUpdater):
     def _check_ranks(self, params: dict[str, Any]) -> None:
         info = parse(params, InitBody).init_info
         left = info.world_size - info.rank_offset
-        if info.backend != "disk" and left < self._team.size:
+        if info.backend not in ("disk", "ipc") and left < self._team.size:
             raise WeightUpdateError(
                 400,
                 f"init_info leaves {left} ranks (rank_offset {info.rank_offset} of world_size {info.world_size}), "

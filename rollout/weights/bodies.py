@@ -32,8 +32,24 @@ WEIGHT_CALLS = {
 """Every control call of weight updates, and what it does."""
 
 
+class IpcHandle(msgspec.Struct):
+    """Where a tensor lies in the trainer's memory on a device that both use; names as in torch's `rebuild_cuda_tensor`.
+
+    `storage_handle` is the cudaIpcMemHandle_t of the allocation, 64 bytes in base64; the storage lies at
+    `storage_offset_bytes` of it, and the tensor, contiguous, at `tensor_offset_bytes` of that.
+    """
+
+    storage_handle: Annotated[str, msgspec.Meta(max_length=128)]
+    storage_size_bytes: Bytes
+    storage_offset_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)] = 0
+    tensor_offset_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)] = 0
+
+
 class InitInfo(msgspec.Struct):
-    """`init_info` of /init_weight_transfer_engine; sizes in bytes, times in seconds."""
+    """`init_info` of /init_weight_transfer_engine; sizes in bytes, times in seconds.
+
+    `device_uuid` is the trainer's device; `ipc_handle`, of backend ipc, is memory there for the engine to try.
+    """
 
     master_address: str | None = None
     master_port: int | None = None
@@ -42,7 +58,9 @@ class InitInfo(msgspec.Struct):
     packed: bool = False
     packed_buffer_size_bytes: Bytes = DEFAULT_BUFFER_BYTES
     packed_num_buffers: int = 2
-    backend: Literal["gloo", "nccl", "disk"] | None = None
+    backend: Literal["gloo", "nccl", "ipc", "disk"] | None = None
+    device_uuid: str | None = None
+    ipc_handle: IpcHandle | None = None
     timeout_s: float | None = None
     nccl_unique_id_b64: str | None = None
     force: bool = False
@@ -56,6 +74,8 @@ class Announcement(msgspec.Struct):
     `counts` announces changes against the update's `base_epoch` instead of whole tensors: how many elements of each
     named tensor differ. They come packed: the ascending flat (row-major) indices, int32 where the tensor has fewer
     than 2³¹ elements and int64 otherwise, then as many values in the wire's dtype; nothing for a count of 0.
+
+    `ipc_handles`, of backend ipc: where each tensor lies, by the UUID of the device.
     """
 
     names: list[str] = []
@@ -65,6 +85,7 @@ class Announcement(msgspec.Struct):
     packed_buffer_size_bytes: Bytes | None = None
     path: str | None = None
     counts: list[int] | None = None
+    ipc_handles: list[dict[str, IpcHandle]] | None = None
 
 
 class OwnedBody(msgspec.Struct):

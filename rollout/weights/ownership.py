@@ -60,6 +60,7 @@ class Ownership:
         assert body.owner is not None
         info = body.init_info
         where = "by files" if info.backend == "disk" else f"at {info.master_address}:{info.master_port}"
+        where = f"on the device {info.device_uuid}" if info.backend == "ipc" else where
         self.owner = Owner(body.owner, not body.handed_out, where)
 
     def release(self) -> None:

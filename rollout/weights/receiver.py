@@ -19,6 +19,7 @@ from rollout.weights.errors import WeightUpdateError, as_update_error
 from rollout.weights.transport import Transport
 from rollout.weights.transport.broadcast import BroadcastTransport
 from rollout.weights.transport.disk import DiskTransport
+from rollout.weights.transport.ipc import IpcTransport
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,8 @@ class TrainerConnection:
             )
         if info.backend == "disk":
             return DiskTransport(timeout_s)
-        return BroadcastTransport(info, timeout_s, self._device)
+        kind = IpcTransport if info.backend == "ipc" else BroadcastTransport
+        return kind(info, timeout_s, self._device)
 
     def check_room(self) -> None:
         """Raise WeightUpdateError 503 where too many trainers that nobody waits for still hold threads."""

@@ -179,7 +179,7 @@ class WeightStore:
     def wake_up(self) -> None:
         """Take the memory again. Where that fails, with torch's RuntimeError, the weights are still asleep."""
         self.parameters.bring_back()
-        if self.valid:
+        if self.valid or self.parameters.method == "copy":  # else what flips in brings its own
             self._prepare(self.parameters.live)
         self.asleep = False
 

@@ -14,12 +14,14 @@ from rollout.config import EngineConfig
 from rollout.engine.engine import Engine
 from rollout.messages import SLEEP_TAGS, AbortRequests
 from rollout.model import runner as model_runner
+from rollout.model.joined import JoinedWeights, _together
 from rollout.model.parameters import ModelParameters
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.store import WeightStore
 from tests.support import tiny_models
 from tests.support.engine_utils import assert_exact, engine, ids, prompt, request, run, spans
 from tests.support.wait import eventually
+from tests.support.weight_updates import fill
 
 REQUESTS = [
     request("a", prompt(30), max_tokens=12, temperature=0),
@@ -78,8 +80,8 @@ def refusal(tested: Engine, method: str, **params: Any) -> WeightUpdateError:
 
 
 def test_level_1_keeps_the_very_same_weights_and_nothing_of_the_cache(awake: Engine, folders: list[Path]) -> None:
-    before, sums = run(awake, REQUESTS), awake.store.checksums()
     push(awake, folders[0])  # leaves a second set
+    before, sums = run(awake, REQUESTS), awake.store.checksums()
     weights = sum(tensor.nbytes for tensor in awake.store.parameters.live.tensors.values())
     cache = sum(tensor.nbytes for tensor in (*awake.runner.backend.keys, *awake.runner.backend.values))
     assert memory(awake) == 2 * weights + cache
@@ -247,6 +249,25 @@ def test_graphs_are_captured_anew_since_addresses_change(folders: list[Path], mo
         assert ids(run(tested[0], REQUESTS)["a", 0]) == ids(before["a", 0])
         assert len(replays) > count
         del ballast
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_that_lie_together_do_so_again(level: int) -> None:
+    """As on CUDA, where a commit copies into the live buffers: no set that flips in brings what was made of it."""
+    model, trained = (tiny_models.model("llama", seed) for seed in (0, 1))
+    parameters = ModelParameters(model, method="copy")
+    joined = JoinedWeights(parameters)
+    store = WeightStore(parameters, prepare=joined.pack)
+    ids = torch.tensor([prompt(9)])
+    store.sleep(keep=level == 1)
+    store.wake_up()
+    if level == 2:
+        store.commit(fill(store, dict(trained.named_parameters())), "pushed")
+    expected = tiny_models.model("llama", 0) if level == 1 else trained
+    torch.testing.assert_close(model(ids).logits, expected(ids).logits)
+    assert joined.groups
+    for layers in joined.groups:
+        assert _together([layer.weight for layer in layers]) is not None
 
 
 def test_several_devices_are_refused_by_name() -> None:

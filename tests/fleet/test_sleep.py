@@ -54,7 +54,8 @@ def test_one_that_comes_back_sleeps_as_the_others_do(lab: ScriptedFleet, level: 
     lab.run(lab.push(8, "eight"))
     lab.kill(0)
     lab.heal()
-    assert asleep(lab) == [{"kv_cache"}] * 2  # and what was pushed is not given up again
+    assert asleep(lab) == [{"kv_cache"}] * 2
+    assert all(engine.valid for engine in lab.engines.values())  # what was pushed is not given up again
     wake_up(lab)
     assert lab.serving() == {(2, "eight", 8, False)}
     assert refusal(lab) == ""

@@ -26,7 +26,7 @@ from rollout.weights.receiver import MOST_RECEIVERS
 from rollout.weights.staging import Incoming, Staging
 from rollout.weights.store import MOST_ABANDONED
 from rollout.weights.transport import Transport
-from rollout.weights.transport.broadcast import _unpack
+from rollout.weights.transport.broadcast import unpack
 from rollout.weights.update import REMEMBERED
 from tests.support import tiny_models
 from tests.support.engine_utils import engine, ids, logprobs, prompt, request, spans
@@ -83,7 +83,7 @@ class Wire(Transport):
                 landing.copy_(piece)
                 staging.place(item, landing)
             else:
-                _unpack(piece, [item], staging)
+                unpack(piece, [item], staging)
             progress(item.nbytes)
 
     def interrupt(self) -> None:

@@ -11,7 +11,7 @@ from rollout.model.parameters import ModelParameters
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.staging import DTYPES
 from rollout.weights.store import WeightStore
-from rollout.weights.transport.broadcast import _unpack
+from rollout.weights.transport.broadcast import unpack
 from tests.support.wait import eventually
 from tests.support.weight_updates import (
     UpdaterServer,
@@ -40,7 +40,7 @@ def apply(staging, changes, shapes, dtype):
     parts = [p.contiguous().view(torch.uint8) for pair in changes.values() for p in pair]
     buffer = torch.cat([torch.zeros(1, dtype=torch.uint8), *parts])[1:]
     assert buffer.numel() == sum(item.nbytes for item in plan)
-    _unpack(buffer, plan, staging)
+    unpack(buffer, plan, staging)
 
 
 @settings(max_examples=25)

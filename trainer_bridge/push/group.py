@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from rollout.rendezvous import TensorInfo, gloo_group, nccl_group
 
-Backend = Literal["gloo", "nccl"]
+Backend = Literal["gloo", "nccl", "ipc", "disk"]
 
 _POLL_S = 0.0005
 

@@ -77,7 +77,7 @@ class WeightSender:
         client: str | RolloutClient | Sequence[str | RolloutClient],
         model: nn.Module | dict[str, torch.Tensor] | WeightSource | None,
         *,
-        backend: Backend | Literal["disk"] | None = None,
+        backend: Backend | None = None,
         disk_path: str | Path | None = None,
         packed: bool = True,
         timeout_s: float = 300.0,
@@ -86,7 +86,9 @@ class WeightSender:
     ) -> WeightSender:
         """Join a group with the server at `client` (a URL, or a RolloutClient), or with several of them.
 
-        `backend` is nccl for CUDA parameters and gloo for others unless given; `disk` writes each push as a new folder
+        `backend` is gloo for parameters on a CPU unless given. For CUDA parameters it is nccl, but where trainer and
+        engine have the same device, which NCCL refuses, ipc: the engine copies from this process's memory, or with a
+        warning gloo where that can't be. `disk` writes each push as a new folder
         in `disk_path`, which belongs to this sender alone and which the servers see under the same path (without a
         `model` it serves for `push_folder`). `timeout_s` bounds every single wait; `force` takes over from a trainer
         whose update is still making progress. Safe to repeat: a new sender takes over from one that is gone, which may
@@ -99,8 +101,7 @@ class WeightSender:
             source = StateDictSource(model) if isinstance(model, dict) else model
         if (source is None or disk_path is not None) and backend != "disk":
             raise ValueError(f"without a model, or with a disk_path, backend must be 'disk', got {backend!r}")
-        if backend is None:
-            backend = "nccl" if source is not None and source.device.type == "cuda" else "gloo"
+        negotiable = backend is None and source is not None and source.device.type == "cuda"
         clients = [client] if isinstance(client, str) or not isinstance(client, Sequence) else client
         owner = secrets.token_hex(8)
         servers = [
@@ -111,11 +112,11 @@ class WeightSender:
         ]
         if not servers:
             raise ValueError("connect needs at least one server, got none")
-        device = torch.device("cpu") if backend == "gloo" or source is None else source.device
-        group = ServerGroup(servers, backend=backend, packed=packed, timeout_s=timeout_s, device=device)
+        device = torch.device("cpu") if source is None else source.device
+        group = ServerGroup(servers, backend=backend or "gloo", packed=packed, timeout_s=timeout_s, device=device)
         sender = cls(group, source, None if disk_path is None else PushFolder(disk_path))
         try:
-            sender._lead(lambda: group.join(force=force))
+            sender._lead(lambda: (group.join_as_devices_allow if negotiable else group.join)(force=force))
         except BaseException:
             sender.close()
             raise

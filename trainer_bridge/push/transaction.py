@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from rollout.rendezvous import TensorInfo, host_store, packed_groups
+from rollout.rendezvous import TensorInfo, device_uuid, host_store, packed_groups
 from rollout.two_phase import TwoPhaseCommit
+from trainer_bridge.push import ipc
 from trainer_bridge.push.control import (
     Committed,
     RefusedError,
@@ -27,6 +30,8 @@ from trainer_bridge.push.control import (
     result,
 )
 from trainer_bridge.push.group import Backend, TrainerGroup, buffers, store_address
+
+logger = logging.getLogger(__name__)
 
 LEAVE_S = 3.0
 # Large enough that the cost of a broadcast vanishes, small enough that neither side misses the memory.
@@ -48,14 +53,14 @@ class Load:
 class ServerGroup:
     """The servers of one sender, and the group that it joins them in; rank 0 of the trainer has it.
 
-    `device` is where broadcasts are sent from. `joined`: an update can begin; `joins` counts the groups so far.
+    `device` is where the tensors are. `joined`: an update can begin; `joins` counts the groups so far.
     """
 
     def __init__(
         self,
         servers: Sequence[ServerControl],
         *,
-        backend: Backend | Literal["disk"],
+        backend: Backend,
         packed: bool,
         timeout_s: float,
         device: torch.device,
@@ -63,8 +68,26 @@ class ServerGroup:
         self.servers = list(servers)
         self.joined, self.joins = False, 0
         self.backend, self._packed = backend, packed
-        self._timeout_s, self._device = timeout_s, device
+        self._timeout_s, self._home = timeout_s, device
         self._group: TrainerGroup | None = None
+
+    @property
+    def _device(self) -> torch.device:
+        """Where the weights are sent from."""
+        return torch.device("cpu") if self.backend == "gloo" else self._home
+
+    def join_as_devices_allow(self, *, force: bool) -> None:
+        """`join`, of servers that CUDA tensors go to, by what serves these devices: nccl, ipc or gloo."""
+        self.backend = ipc.backend_beside(self.servers, self._home)
+        try:
+            self.join(force=force)
+        except RuntimeError as error:  # of the device here, or a server's that can't open what is offered to it
+            other = isinstance(error, WeightPushError) and not (isinstance(error, RefusedError) and error.status == 400)
+            if self.backend != "ipc" or other:
+                raise
+            logger.warning("weights go over gloo: %s", error)
+            self.backend = "gloo"
+            self.join(force=force)
 
     def join(self, *, force: bool = False, rejoin: bool = False) -> None:
         """Make a group with all servers. `force` takes over from a trainer whose update makes progress; without it,
@@ -74,8 +97,10 @@ class ServerGroup:
         info: dict[str, Any] = {"backend": self.backend, "timeout_s": self._timeout_s, "force": force}
         if not (force or rejoin):
             on_all(self.servers, lambda _, s: s.wait_for_turn())
-        if self.backend == "disk":
-            on_all(self.servers, lambda _, s: s.join(info, rejoin=rejoin))
+        if self.backend in ("disk", "ipc"):
+            with ExitStack() as lent:
+                offer = lent.enter_context(ipc.offered(self._device)) if self.backend == "ipc" else {}
+                on_all(self.servers, lambda _, s: s.join(info | offer, rejoin=rejoin))
             self.joined = True
             return
         sizes = on_all(self.servers, lambda _, s: int(s.call("GET", "/get_world_size")["world_size"]))
@@ -83,7 +108,7 @@ class ServerGroup:
         addresses = [server.address_here() for server in self.servers]
         host = store_address(addresses)
         store = host_store(host, world_size, self._timeout_s)
-        info |= {"master_port": store.port, "world_size": world_size}
+        info |= {"master_port": store.port, "world_size": world_size, "device_uuid": device_uuid(self._device)}
         info |= {"packed": self._packed, "packed_buffer_size_bytes": PACKED_BUFFER_BYTES}
 
         def init(index: int, server: ServerControl) -> None:
@@ -131,25 +156,30 @@ class ServerGroup:
     def send(self, load: Load) -> None:
         """Bring the tensors into every server's staging."""
         if load.path is None:
-            self._broadcast(load)
+            (self._share if self.backend == "ipc" else self._broadcast)(load)
             return
         info = {"path": str(load.path)}
         # Large checkpoints take their time to read; a server that makes no progress gives up by itself.
         longest = self._timeout_s * (1 + len(list(load.path.glob("*.safetensors"))))
         on_all(self.servers, lambda _, s: s.announce(info, longest))
 
+    def _share(self, load: Load) -> None:
+        """Have the servers copy from a buffer of our device what fits in, until all was in it."""
+        uuid = device_uuid(self._device)
+        for group in packed_groups(load.infos, PACKED_BUFFER_BYTES):
+            buffer, offsets = ipc.fill(group, load.tensors, self._device)
+            with ipc.shared(buffer) as handle:
+                places = [{uuid: handle | {"tensor_offset_bytes": offset}} for offset in offsets]
+                info = _announcement(group, load.sparse) | {"ipc_handles": places}
+                on_all(self.servers, lambda _, s, info=info: s.announce(info, self._timeout_s))  # type: ignore[misc]
+            del buffer
+
     def _broadcast(self, load: Load) -> None:
         """Announce over HTTP and broadcast, at the same time; a failure of either ends both."""
         assert self._group is not None
         packed = self._packed or load.sparse
         groups = packed_groups(load.infos, PACKED_BUFFER_BYTES) if packed else [[i] for i in load.infos]
-        update_info: dict[str, Any] = {
-            "names": [i.name for i in load.infos],
-            "dtype_names": [str(i.dtype).removeprefix("torch.") for i in load.infos],
-            "shapes": [list(i.shape) for i in load.infos],
-        }
-        if load.sparse:
-            update_info["counts"] = [i.count for i in load.infos]
+        update_info = _announcement(load.infos, load.sparse)
         # The answer comes after the last broadcast, and each of these has its own timeout.
         longest = self._timeout_s * (len(groups) + 1)
         calls = [in_thread(partial(server.announce, update_info, longest)) for server in self.servers]
@@ -214,3 +244,12 @@ class ServerGroup:
             leaving = threading.Thread(target=group.leave, name="leave-weight-group", daemon=True)
             leaving.start()
             leaving.join(LEAVE_S)
+
+
+def _announcement(infos: Sequence[TensorInfo], sparse: bool) -> dict[str, Any]:
+    """`update_info` of these tensors."""
+    return {
+        "names": [i.name for i in infos],
+        "dtype_names": [str(i.dtype).removeprefix("torch.") for i in infos],
+        "shapes": [list(i.shape) for i in infos],
+    } | ({"counts": [i.count for i in infos]} if sparse else {})

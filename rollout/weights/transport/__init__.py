@@ -13,8 +13,8 @@ from rollout.weights.staging import Incoming, Staging
 class Transport(ABC):
     """One trainer's connection. Its methods may block; every wait in them ends by the timeout that it was made with.
 
-    `name` is gloo, nccl or disk, `peer` where the trainer is met, for messages. `spent_by_failure`: its group can't be
-    used again after an update that failed.
+    `name` is gloo, nccl, ipc or disk, `peer` where the trainer is met, for messages. `spent_by_failure`: its group
+    can't be used again after an update that failed.
     """
 
     name: str
@@ -39,8 +39,7 @@ class Transport(ABC):
         """Whether the trainer is known to have left, or to have died. At once, from any thread."""
         return False
 
-    @abstractmethod
-    def interrupt(self) -> None:
+    def interrupt(self) -> None:  # noqa: B027
         """End a `describe` or `receive` with AbandonedError, now or later; from any thread."""
 
     def close(self) -> None:  # noqa: B027

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from rollout.rendezvous import gloo_group, nccl_group, packed_groups
+from rollout.rendezvous import device_uuid, gloo_group, nccl_group, packed_groups
 from rollout.weights.bodies import Announcement, InitInfo
 from rollout.weights.errors import AbandonedError, WeightUpdateError
 from rollout.weights.staging import Incoming, Staging
@@ -155,6 +155,10 @@ class BroadcastTransport(Transport):
             raise WeightUpdateError(400, "init_info needs master_address and master_port: the trainer's store")
         if info.master_port is not None and not 0 < info.master_port < 1 << 16:
             raise WeightUpdateError(400, f"init_info.master_port must be in [1, 65535], got {info.master_port}")
+        if self.name == "nccl" and info.device_uuid == device_uuid(device):
+            raise WeightUpdateError(
+                400, f"trainer and engine share the device {info.device_uuid}, which NCCL refuses: use 'ipc' or 'gloo'"
+            )
         if info.rank_offset >= info.world_size:
             raise WeightUpdateError(
                 400, f"init_info.rank_offset {info.rank_offset} must be below world_size {info.world_size}"
@@ -255,7 +259,7 @@ class BroadcastTransport(Transport):
                     buffer = torch.empty(size, dtype=torch.uint8, device=self._lands_on)
                 if size:  # else nothing changed in any of them
                     self._broadcast(buffer[:size])
-                _unpack(buffer, group, staging)
+                unpack(buffer, group, staging)
             progress(size)
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
@@ -272,7 +276,8 @@ class BroadcastTransport(Transport):
             self._watched = None
 
 
-def _unpack(buffer: torch.Tensor, group: list[Incoming], staging: Staging) -> None:
+def unpack(buffer: torch.Tensor, group: list[Incoming], staging: Staging) -> None:
+    """Place tensors that lie in a buffer of bytes, one behind the other."""
     offset = 0
     for item in group:
         piece = buffer[offset : offset + item.nbytes]
