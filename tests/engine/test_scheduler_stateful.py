@@ -81,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         s = self.world.scheduler
         held = {block for q in s.running for block in q.block_table}
         assert len(held) + s.kv.num_free == s.kv.num_usable
-        assert not any(q.block_table for q in s if q not in s.running)
+        assert not any(q.block_table or q.num_computed or q.num_registered for q in s if q not in s.running)
 
     def teardown(self) -> None:
         self.world.run()

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from rollout.config import EngineConfig
 from rollout.fleet.errors import EngineError
+from rollout.fleet.fleet import Fleet
 from rollout.model.parameters import ModelParameters
 from rollout.weights.offer import offer_weights
 from rollout.weights.store import WeightStore
@@ -30,6 +32,12 @@ def make() -> Iterator[Make]:
     yield make_one
     for lab in made:
         lab.close()
+
+
+def test_each_engine_keeps_its_snapshots_in_a_folder_of_its_own() -> None:
+    for size, folders in ((1, ["kept"]), (2, ["kept/rank-0", "kept/rank-1"])):
+        fleet = Fleet(EngineConfig(model="any", keep_weight_snapshot="kept"), size=size)
+        assert [client.config.keep_weight_snapshot for client in fleet.ranks] == folders
 
 
 def open_update(lab: ScriptedFleet) -> None:

@@ -229,6 +229,27 @@ def test_masks_are_read_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
     assert taken == [[5, 0], [3, 2], [1]]
 
 
+@pytest.mark.parametrize(
+    ("params", "filtered"),
+    [
+        ({}, False),
+        ({"temperature": 0.5}, False),
+        ({"top_k": VOCAB}, False),
+        ({"top_k": 3}, True),
+        ({"top_k": VOCAB - 1}, True),
+        ({"top_p": 0.9}, True),
+        ({"presence_penalty": 0.1}, True),
+        ({"temperature": 0.0}, True),
+    ],
+)
+def test_a_batch_is_drawn_in_one_pass_where_no_row_asks_for_more_than_a_temperature(
+    params: dict[str, Any], filtered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampler, "is_fast", lambda: True)
+    needed = Sampler()._needed_filtered(torch.zeros(2, VOCAB), [make_row(), make_row(**params)])
+    assert (needed is not None) == filtered
+
+
 def test_greedy_takes_the_lower_id_after_bias_and_penalties() -> None:
     logits = torch.tensor([[1.0, 4.0, 4.0, 3.0]])
     cases: list[tuple[dict[str, Any], int]] = [

@@ -268,6 +268,20 @@ def test_a_timeout_that_a_trainer_asks_for_has_a_cap(server):
     server.call("init_weight_transfer_engine", init_info={"backend": "disk", "timeout_s": 3600})
 
 
+def test_a_join_has_the_time_of_both_its_handshakes(server, monkeypatch):
+    """The store's and the group's; each may take as long as the trainer said."""
+    seconds = []
+
+    class Timer(threading.Timer):
+        def __init__(self, interval, *arguments):
+            super().__init__(interval, *arguments)
+            seconds.append(interval)
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    server.call("init_weight_transfer_engine", init_info={"backend": "disk", "timeout_s": 70})
+    assert 140 <= seconds[0] < 150
+
+
 def test_joins_that_never_end_hold_a_bounded_number_of_threads(server):
     def threads() -> int:
         return sum(thread.name.startswith("weights-") for thread in threading.enumerate())
