@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from rollout.model.parameters import ModelParameters, ParameterSet
+from rollout.weights.bodies import InitBody, InitInfo
 from rollout.weights.errors import WeightUpdateError
+from rollout.weights.ownership import Ownership
 from rollout.weights.receiver import MOST_RECEIVERS
 from rollout.weights.store import WeightStore
 from rollout.weights.updater import WeightUpdater
@@ -259,6 +261,17 @@ def test_an_owner_token_is_handed_out_and_may_be_used(server, tmp_path):
     committed = server.call("finish_weight_update", **ids)
     assert committed["update_id"] == ids["update_id"]
     assert server.call("weight_info")["committed_updates"] == {ids["update_id"]: 1}
+
+
+@pytest.mark.parametrize(
+    ("info", "where"),
+    [({"backend": "disk"}, "by files"), ({"master_address": "10.0.0.7", "master_port": 5000}, "at 10.0.0.7:5000")],
+)
+def test_a_displaced_trainer_is_told_where_its_successor_is(info, where):
+    ownership = Ownership()
+    ownership.hand_to(InitBody(init_info=InitInfo(**info), owner="successor"))
+    with pytest.raises(WeightUpdateError, match=rf"took over the weight transfer \({where}, at 20\d\d-"):
+        ownership.check("finish_weight_update", "displaced")
 
 
 def test_a_timeout_that_a_trainer_asks_for_has_a_cap(server):

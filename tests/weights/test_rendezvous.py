@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import ctypes
 import os
 import pickle
@@ -260,3 +262,47 @@ def test_a_receiver_that_closes_lets_go_of_the_trainers_store():
             assert not receiver.gone()
             receiver.close()
             assert theirs.recv(1) == b""
+
+
+def test_gloo_receives_for_another_device_through_host_memory(monkeypatch):
+    sent, received = torch.arange(6.0).view(2, 3), []
+
+    class Group:
+        def broadcast(self, landing, root):
+            assert root == 0
+            landing.copy_(sent.view(-1).view(torch.uint8))
+            return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, device: torch.empty(2, 3, device=device))
+    group = object.__new__(broadcast.GlooGroup)
+    group._group = Group()
+    group.broadcast(SimpleNamespace(device=torch.device("cuda"), copy_=received.append), lambda: None)
+    assert torch.equal(*received, sent)
+
+
+def test_a_raw_nccl_communicator_is_made_as_vllms_is(monkeypatch):
+    """Rank, size, the trainer's id, and the sum of one float that `PyNcclCommunicator` begins with; then bytes."""
+    calls = []
+
+    class Library:
+        def ncclCommInitRank(self, comm, size, unique_id, rank):
+            calls.append(("init", size.value, bytes(unique_id), rank.value))
+            return 0
+
+        def ncclAllReduce(self, sent, received, count, dtype, operation, comm, stream):
+            calls.append(("sum", count.value, dtype.value, operation.value))
+            return 0
+
+        def ncclBroadcast(self, sent, received, count, dtype, root, comm, stream):
+            calls.append(("broadcast", count.value, dtype.value, root.value))
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Library())
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    stream = SimpleNamespace(cuda_stream=0, query=lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    unique_id = bytes(range(128))
+    info = InitInfo(nccl_unique_id_b64=base64.b64encode(unique_id).decode(), world_size=3, rank_offset=2)
+    group = broadcast.VllmNcclGroup(info, 5.0, torch.device("cpu"))
+    group.broadcast(torch.zeros(5), lambda: None)
+    assert calls == [("init", 3, unique_id, 2), ("sum", 1, 7, 0), ("broadcast", 20, 0, 0)]
