@@ -312,11 +312,9 @@ class Scheduler:
     def _count(self, step: SchedulerOutput) -> None:
         if not step.scheduled:
             return
-        chunks = [item for item in step.scheduled if len(item.sequence.token_ids) - item.start > 1]
         self.counters["steps"] += 1
         self.counters["computed_tokens"] += sum(item.count for item in step.scheduled)
-        self.counters["prefill_chunks"] += len(chunks)
-        self.counters["partial_chunks"] += sum(not item.samples for item in chunks)
+        self.counters["partial_chunks"] += sum(not item.samples for item in step.scheduled)
 
     def keep_pace(self, step: SchedulerOutput, seconds: float) -> None:
         """The step took this long."""

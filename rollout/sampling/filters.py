@@ -189,7 +189,7 @@ def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if len(torn):
         descending = torch.arange(vocab_size, 0, -1, dtype=torch.int32, device=logits.device)
         tied = torch.where(logits[torn] == last[torn], descending, 0).topk(k).values
-        tied = (vocab_size - tied.long()).clamp(max=vocab_size - 1)  # the lowest ids of the tie, ascending
+        tied = vocab_size - tied.long()  # the lowest ids of the tie, ascending
         place = torch.arange(k, device=logits.device) - (values[torn] > last[torn]).sum(-1, keepdim=True)
         ids[torn] = torch.where(place < 0, ids[torn], tied.gather(-1, place.clamp(min=0)))
     ids, by_id = ids.sort(dim=-1)

@@ -36,6 +36,7 @@ class World:
     memory: dict[int, tuple[int, int]] = field(default_factory=dict)  # slot → history and epoch
     arrivals: int = 0
     computed_tokens: int = 0
+    steps: int = 0
 
     def add(self, prompt: list[int], *, n: int = 1, max_tokens: int = 4, priority: int = 0, **kwargs: Any) -> Request:
         self.arrivals += 1
@@ -99,6 +100,7 @@ class World:
     def step(self) -> list[Sampled]:
         """Schedule, compute, copy, sample, stop: as the engine does."""
         step = self.schedule()
+        self.steps += bool(step.scheduled)
         epoch = self.scheduler.epoch
         for item in step.scheduled:
             q = item.sequence
@@ -152,6 +154,7 @@ class World:
         kv = self.scheduler.kv
         assert kv.num_free == kv.num_usable
         assert self.scheduler.counters["computed_tokens"] == self.computed_tokens
+        assert self.scheduler.counters["steps"] == self.steps
         return steps
 
 

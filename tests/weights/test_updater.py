@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from safetensors.torch import save_file
 
 from rollout.model.parameters import ModelParameters
+from rollout.weights import staging
 from rollout.weights.bodies import InitBody, parse
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.store import WeightStore
@@ -257,6 +258,15 @@ def test_a_wrong_body_is_a_400_that_names_the_field(server, method, params, name
     assert caught.value.status == 400
 
 
+def test_a_shutdown_leaves_nothing_of_an_earlier_update(server):
+    server.call("init_weight_transfer_engine", init_info={"backend": "disk"})
+    server.call("start_weight_update")
+    server.call("abort_weight_update")
+    assert server.call("weight_info")["state"] == "aborted"
+    server.call("shutdown_weight_transfer_engine")
+    assert server.call("weight_info")["state"] == "idle"
+
+
 def test_order_errors_name_the_state_and_the_remedy(server):
     server.call("init_weight_transfer_engine", init_info={"backend": "disk"})
     for method, remedy in (
@@ -305,6 +315,28 @@ def test_the_policy_of_an_update_reaches_the_engine(server, tmp_path):
         (2, "after-keep", "keep"),
         (3, "after-None", None),
     ]
+
+
+def test_a_check_ends_with_the_update_that_it_is_of(server, tmp_path, monkeypatch):
+    """It holds up the next update's: they are checked on one thread."""
+    saved_tensors(llama(1), tmp_path)
+    server.call("init_weight_transfer_engine", init_info={"backend": "disk"})
+    server.call("start_weight_update")
+    server.call("update_weights", update_info={"path": str(tmp_path)})
+    checked = []
+
+    def finite(tensor):
+        if not checked:
+            server.call("abort_weight_update")
+        checked.append(tensor.shape)
+        return True
+
+    monkeypatch.setattr(staging, "_finite", finite)
+    with pytest.raises(WeightUpdateError, match="aborted by abort_weight_update"):
+        server.call("finish_weight_update")
+    server.call("start_weight_update")
+    server.call("update_weights", update_info={"path": str(tmp_path)})
+    assert len(checked) == 1
 
 
 def test_the_weight_checker_compares_by_checkpoint_name(tmp_path):
