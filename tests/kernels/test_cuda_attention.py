@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollout.kernels.attention import cuda
+from rollout.kernels.attention import cuda, splits
 from rollout.kernels.attention.base import AttentionParams, LayerShape, RaggedBatch
 from tests.kernels.test_attention import Harness, History, dense
 from tests.support.triton_launches import Launch, LaunchRecorder, assert_compiles, compile_launch
@@ -26,7 +27,7 @@ LIMITS = {"max_model_len": 5 * SPLIT, "max_num_seqs": 8, "max_num_batched_tokens
 @pytest.fixture(autouse=True, scope="module")
 def _short_splits() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "MIN_SPLIT_SIZE", SPLIT)
+        patch.setattr(splits, "SPLIT_SIZE", SPLIT)
         yield
 
 
@@ -92,6 +93,19 @@ def run(backend: cuda.TritonAttention, work: list[tuple[History, Tensor]], param
     return list(output.split([q.shape[1] for _, q in work]))
 
 
+@pytest.fixture
+def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row's product doesn't depend on its place in a tile, as on a GPU; the interpreter's, by a BLAS, does."""
+    from triton.runtime import interpreter
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        return interpreter.TensorHandle(np.einsum("ik,kj->ij", a.data, b.data) + d.data, d.dtype.scalar)
+
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.mark.usefixtures("ordered_products")
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     from rollout.kernels.attention import triton_paged
@@ -109,6 +123,60 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(window: int | None, monk
     pair = run(harness.backend, [work[2], work[0]], harness.params)
     assert torch.equal(pair[0], together[2])
     assert torch.equal(pair[1], together[0])
+    # A chunk's rows are those that its tokens have one at a time; where there is no room, splits are walked through.
+    history, query = work[2]
+    for i in (0, 5, 11):
+        past = History(history.keys[:, : 109 + i], history.values[:, : 109 + i], history.blocks)
+        assert torch.equal(run(harness.backend, [(past, query[:, i : i + 1])], harness.params)[0][0], together[2][i])
+    harness.backend._num_places = 3
+    assert torch.equal(run(harness.backend, [work[0]], harness.params)[0], together[0])
+
+
+@pytest.mark.usefixtures("ordered_products")
+def test_what_a_group_shares_is_read_once_with_the_same_bits() -> None:
+    """Members of a group, and a stranger: the blocks that they share are those of the first one's table alone."""
+    harness = TritonHarness(LayerShape(2, 24, 20), 3, 16, AttentionParams(0.4), seed=5)
+    backend, prompt = harness.backend, harness.past(2 * SPLIT + 20)
+    members = [harness.fork(prompt) for _ in range(3)]
+    for member, more in zip(members, (1, 5, SPLIT), strict=True):
+        member.keys, member.values = (
+            torch.cat([t, harness.normal(2, more, t.shape[-1])], 1) for t in (member.keys, member.values)
+        )
+        count = -(-member.length // 16)
+        member.blocks = member.blocks[: 2 * SPLIT // 16] + [harness.free.pop() for _ in range(count - 2 * SPLIT // 16)]
+        start = 2 * SPLIT
+        backend.prepare(RaggedBatch([0, member.length - start], [member.length], [member.blocks]))
+        backend._write(0, member.keys[:, start:], member.keys[:, start:], member.values[:, start:])
+    work = [(member, harness.normal(6, 1, 24)) for member in [*members, harness.past(SPLIT + 3)]]
+    alone = [run(backend, [one], harness.params)[0] for one in work]
+    for (member, query), row in zip(work, alone, strict=True):
+        torch.testing.assert_close(row, dense(query, member.keys, member.values, harness.params), atol=1e-4, rtol=0)
+    prepare = backend.prepare
+
+    def prepare_and_poison(batch: RaggedBatch) -> None:
+        prepare(batch)
+        assert backend.step.members[:4].tolist() == [3, 0, 0, 1]
+        assert backend.step.shared[:4].tolist() == [2, 2, 2, 0]
+        backend.step.block_tables[1:3, : 2 * SPLIT // 16] = 0  # the null block holds NaN
+
+    backend.prepare = prepare_and_poison  # type: ignore[method-assign]
+    for row, expected in zip(run(backend, work, harness.params), alone, strict=True):
+        assert torch.equal(row, expected)
+
+
+def test_decodes_are_cut_into_splits_where_there_is_room() -> None:
+    tables = np.array([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 6], [1, 2, 7, 8], [9, 10, 11, 12]])
+    lens, contexts = np.array([1, 1, 1, 1, 9]), np.array([4, 4, 4, 4, 4]) * SPLIT
+    places, shared, members = splits.split_decodes(lens, contexts, tables, SPLIT, 100, 2)
+    assert places.tolist() == [0, 4, 8, 12, -1]
+    assert (shared.tolist(), members.tolist()) == ([3, 3, 2, 2, 0], [2, 0, 2, 0, 1])
+    places, shared, members = splits.split_decodes(lens, contexts, tables, SPLIT, 11, 16)
+    assert places.tolist() == [0, 4, -1, -1, -1]
+    assert (shared.tolist(), members.tolist()) == ([3, 3, 0, 0, 0], [2, 0, 1, 1, 1])
+    short = np.array([SPLIT, 2 * SPLIT - 1, 2 * SPLIT + 1, 1, 9])
+    places, shared, members = splits.split_decodes(lens, short, tables, SPLIT, 100, 16)
+    assert places.tolist() == [-1, 0, 2, -1, -1]
+    assert (shared.tolist(), members.tolist()) == ([0, 1, 1, 0, 0], [1, 2, 0, 1, 1])
 
 
 @pytest.mark.parametrize(("max_model_len", "context"), [(SPLIT, SPLIT - 4), (2 * SPLIT, SPLIT + 30)])
@@ -175,7 +243,7 @@ def test_offsets_beyond_two_to_the_31st_reach_their_block() -> None:
         cache[0] = cache[1] = torch.nan
     lens = torch.tensor([0, 1, 16], dtype=torch.int32, device=DEVICE)
     table = torch.tensor([[blocks - 1]], dtype=torch.int32, device=DEVICE)
-    plan = triton_paged.PagedPlan(lens[:2], lens[2:], table, SPLIT, 1, has_decodes=True, has_chunks=False)
+    plan = splits.PagedPlan(lens[:2], lens[2:], table, *[lens[:1]] * 3, 0, SPLIT, 1, has_decodes=True, has_chunks=False)
     query = torch.randn(2, 1, 64, generator=random).half().to(DEVICE)
     got = triton_paged.paged_attention(query, keys, values, plan, AttentionParams(0.125))
     last = [cache[blocks - 1].transpose(0, 1).float() for cache in (keys, values)]
@@ -229,9 +297,9 @@ def compile_kernels(capability: int) -> None:
     )
     lens = torch.zeros(3, dtype=torch.int32)
     params = AttentionParams(0.1, window=100, softcap=2.0, sinks=torch.zeros(8, dtype=torch.bfloat16))
-    plan = triton_paged.PagedPlan(
-        lens, lens[1:], torch.zeros(2, 5, dtype=torch.int32),
-        split_size=256, max_splits=4, has_decodes=True, has_chunks=True,
+    plan = splits.PagedPlan(
+        lens, lens[1:], torch.zeros(2, 5, dtype=torch.int32), *[lens[1:]] * 3,
+        num_places=8, split_size=256, max_splits=4, has_decodes=True, has_chunks=True,
     )  # fmt: skip
     triton_paged.paged_attention(query, keys, values, plan, params)
     chunk, decode, merge = (compile_launch(*launch, capability) for launch in launches)

@@ -15,7 +15,7 @@ from transformers.models.auto import CONFIG_MAPPING
 
 from rollout.config import EngineConfig
 from rollout.kernels import triton_layers
-from rollout.kernels.attention import triton_paged
+from rollout.kernels.attention import splits, triton_paged
 from rollout.kernels.attention.base import ATTENTION_NAME, AttentionBackend, AttentionParams, RaggedBatch, serving
 from rollout.kernels.attention.cuda import TritonAttention
 from rollout.kernels.norms import NormKind
@@ -62,8 +62,12 @@ class TracedAttention(TritonAttention):
 
     def launch_kernels(self) -> None:
         """Have attention launch its kernels as well: they are to be replaced before."""
-        ints = [torch.zeros(size, dtype=torch.int32, device=CUDA) for size in ((ROWS + 1,), (ROWS,), (ROWS, 64))]
-        self._plan = triton_paged.PagedPlan(*ints, split_size=256, max_splits=4, has_decodes=True, has_chunks=False)
+        sizes = ((ROWS + 1,), (ROWS,), (ROWS, 64), (ROWS,), (ROWS,), (ROWS,))
+        ints = [torch.zeros(size, dtype=torch.int32, device=CUDA) for size in sizes]
+        self._fitting = {}
+        self._plan = splits.PagedPlan(
+            *ints, num_places=64, split_size=256, max_splits=4, has_decodes=True, has_chunks=False
+        )
 
     def prepare(self, batch: RaggedBatch) -> None:
         raise AssertionError("a plan is no part of a capture")

@@ -11,38 +11,40 @@ import importlib
 import torch
 from torch import Tensor
 
+from rollout.kernels.attention import splits
 from rollout.kernels.attention.base import AttentionBackend, AttentionParams, LayerShape, RaggedBatch
 from rollout.kernels.norms import Deferred, deferred_heads
-
-MAX_SPLITS = 16
-MIN_SPLIT_SIZE = 256
 
 
 class StepBuffers:
     """The plan of a step, int32 but for the slots: filled on the host, brought to the device by one copy.
 
     slots (max_num_tokens,) int64; query_start (max_num_seqs + 1,): running sums of the query lengths, from 0;
-    context_lens (max_num_seqs,); block_tables (max_num_seqs, table_width). Only the first entries, up to the batch's
-    sizes, mean anything.
+    context_lens (max_num_seqs,); places, shared and members (max_num_seqs,): see `splits.split_decodes`; block_tables
+    (max_num_seqs, table_width). Only the first entries, up to the batch's sizes, mean anything.
     """
 
     def __init__(self, max_num_tokens: int, max_num_seqs: int, table_width: int, device: torch.device) -> None:
         self.max_num_tokens, self.max_num_seqs, self.table_width = max_num_tokens, max_num_seqs, table_width
-        sizes = [2 * max_num_tokens, max_num_seqs + 1, max_num_seqs, max_num_seqs * table_width]
+        sizes = [2 * max_num_tokens, max_num_seqs + 1, *[max_num_seqs] * 4, max_num_seqs * table_width]
         on_cuda = device.type == "cuda"
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=on_cuda)
         self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._copied = torch.cuda.Event() if on_cuda else None
         self._host_views = [view.numpy() for view in self._views(self._host.split(sizes))]
         views = self._views(self._device.split(sizes))
-        self.slots, self.query_start, self.context_lens, self.block_tables = views
+        self.slots, self.query_start, self.context_lens, *cut, self.block_tables = views
+        self.places, self.shared, self.members = cut
 
     def _views(self, parts: tuple[Tensor, ...]) -> list[Tensor]:
         slots, *lens, tables = parts
         return [slots.view(torch.int64), *lens, tables.view(self.max_num_seqs, self.table_width)]
 
-    def fill(self, batch: RaggedBatch, block_size: int) -> None:
-        """Bring `batch` to the device, in order with the current stream. Raises ValueError where it doesn't fit."""
+    def fill(self, batch: RaggedBatch, block_size: int, num_places: int = 0, most: int = 1) -> None:
+        """Bring `batch` to the device, in order with the current stream. Raises ValueError where it doesn't fit.
+
+        `num_places` and `most` are those of `splits.split_decodes`.
+        """
         tokens, seqs, width = batch.num_tokens, batch.num_seqs, batch.block_tables.shape[1]
         room = (self.max_num_tokens, self.max_num_seqs, self.table_width)
         if tokens > room[0] or seqs > room[1] or width > room[2]:
@@ -52,12 +54,17 @@ class StepBuffers:
             )
         if self._copied is not None:
             self._copied.synchronize()  # the last step's copy may still read the host buffer
-        slots, query_start, context_lens, block_tables = self._host_views
+        slots, query_start, context_lens, *cut, block_tables = self._host_views
         slots[:tokens] = batch.slots(block_size)
         slots[tokens:] = 0  # padding is written to the null block
         query_start[: seqs + 1] = batch.query_start
         context_lens[:seqs] = batch.context_lens
         block_tables[:seqs, :width] = batch.block_tables
+        used_tables = block_tables[:seqs, : -(-int(context_lens[:seqs].max()) // block_size)]
+        lens, contexts = batch.query_lens, context_lens[:seqs]
+        found = splits.split_decodes(lens, contexts, used_tables, block_size, num_places, most)
+        for view, numbers in zip(cut, found, strict=True):
+            view[:seqs] = numbers
         used = self._host.numel() - (self.max_num_seqs - seqs) * self.table_width
         self._device[:used].copy_(self._host[:used], non_blocking=True)
         if self._copied is not None:
@@ -65,7 +72,7 @@ class StepBuffers:
 
 
 class TritonAttention(AttentionBackend):
-    """Attention by `rollout.kernels.attention.triton_paged`; a decoding row's bits don't depend on the batch.
+    """Attention by `rollout.kernels.attention.triton_paged`; a row's bits don't depend on the batch it is in.
 
     Caches are (num_blocks, block_size, kv_heads, dim). No batch may have more than `max_num_batched_tokens` tokens,
     `max_num_seqs` sequences, or a context longer than `max_model_len`. Raises ImportError where Triton is missing.
@@ -90,21 +97,26 @@ class TritonAttention(AttentionBackend):
         self._layers = importlib.import_module("rollout.kernels.triton_layers")
         super().__init__(layers, num_blocks, block_size, dtype, device)
         self.step = StepBuffers(max_num_batched_tokens, max_num_seqs, -(-max_model_len // block_size), device)
-        # Fixed by the longest context allowed, never by the batch: see triton_paged.
-        self._split_size = max(MIN_SPLIT_SIZE, 1 << (-(-max_model_len // MAX_SPLITS) - 1).bit_length())
-        self._max_splits = -(-max_model_len // self._split_size)
+        self._max_splits = -(-max_model_len // splits.SPLIT_SIZE)
+        self._num_places = min(max_num_seqs * self._max_splits, splits.MAX_PLACES) if self._max_splits > 1 else 0
+        self._fitting: dict[int, int] = {}  # layer → how many decodes' rows fit into one of its tiles, once it was seen
 
     def new_cache(self, kv_heads: int, dim: int) -> Tensor:
         """(num_blocks, block_size, kv_heads, dim), zeros."""
         return torch.zeros(self.num_blocks, self.block_size, kv_heads, dim, dtype=self.dtype, device=self.device)
 
     def prepare(self, batch: RaggedBatch) -> None:
-        self.step.fill(batch, self.block_size)
-        self._plan = self._kernels.PagedPlan(
-            query_start=self.step.query_start[: batch.num_seqs + 1],
-            context_lens=self.step.context_lens[: batch.num_seqs],
-            block_tables=self.step.block_tables[: batch.num_seqs],
-            split_size=self._split_size,
+        step, seqs = self.step, batch.num_seqs
+        step.fill(batch, self.block_size, self._num_places, min(self._fitting.values(), default=1))
+        self._plan = splits.PagedPlan(
+            query_start=step.query_start[: seqs + 1],
+            context_lens=step.context_lens[:seqs],
+            block_tables=step.block_tables[:seqs],
+            places=step.places[:seqs],
+            shared=step.shared[:seqs],
+            members=step.members[:seqs],
+            num_places=self._num_places,
+            split_size=splits.SPLIT_SIZE,
             max_splits=self._max_splits,
             has_decodes=bool(batch.query_lens.min() == 1),
             has_chunks=bool(batch.query_lens.max() > 1),
@@ -129,5 +141,9 @@ class TritonAttention(AttentionBackend):
 
     def _attend(self, layer: int, query: Tensor, params: AttentionParams) -> Tensor:
         keys, values = self.keys[layer], self.values[layer]
+        if layer not in self._fitting:
+            group = len(query) // values.shape[2]
+            tiles = self._kernels.Tiles.of(group, query.shape[-1], values.shape[-1], query.element_size())
+            self._fitting[layer] = tiles.rows // group
         output: Tensor = self._kernels.paged_attention(query, keys, values, self._plan, params)
         return output

@@ -2,9 +2,10 @@
 
 A row (one query of one head) attends in a fixed order: tiles of `BLOCK_N` keys by online softmax within a split of
 `split_size` keys, then the splits merged in order of position. Tiles and splits are aligned to absolute positions and
-their sizes depend on the layer alone, so a row's result doesn't depend on what else is in the batch. Decodes spread
-their splits over the grid; prompt chunks walk through theirs. The query heads that share a key/value head are rows of
-one tile, so that decodes use tensor cores too.
+their sizes depend on the layer alone, so a row's result depends neither on what else is in the batch nor on whether
+it is decoded or part of a chunk. Decodes spread their splits over the grid; prompt chunks, and decodes for whose splits
+there is no room, walk through theirs. The query heads that share a key/value head are rows of one tile; so are those
+of decodes whose sequences have the same blocks in a split: a group's prompt is read once for all its members.
 
 Sources: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023 (online softmax
 over tiles); Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023 (splits of the keys, merged
@@ -18,7 +19,6 @@ Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023, i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout.kernels.attention.base import AttentionParams
+from rollout.kernels.attention.splits import PagedPlan
 
 LOG2E = 1.4426950408889634  # the kernels work in powers of two: exp(x) = exp2(x * LOG2E)
 FULL_GRID = 2048
@@ -39,25 +40,22 @@ class Tiles:
     key_width: int
     value_width: int
     keys: int
-    prefill_rows: int
-    decode_rows: int
-    prefill_warps: int
+    rows: int
+    warps: int
 
     @classmethod
     def of(cls, group: int, key_dim: int, value_dim: int, itemsize: int) -> Tiles:
         """For `group` query heads per key/value head: powers of two, at least 16, that fit 100 KiB of shared memory."""
         key_width, value_width = (max(16, triton.next_power_of_2(dim)) for dim in (key_dim, value_dim))
         widest = max(key_width, value_width)
-        decode_rows = max(16, triton.next_power_of_2(group))
         # Float32 has no tensor cores to feed (TF32 would round): its larger tiles only spill registers.
         rows = 16 if widest > 256 or itemsize == 4 else 32 if widest > 128 else 64
         return cls(
             key_width=key_width,
             value_width=value_width,
             keys=max(16, min(64, 16384 // (widest * itemsize))),
-            prefill_rows=max(decode_rows, rows),
-            decode_rows=decode_rows,
-            prefill_warps=4 if widest <= 128 else 8,
+            rows=max(rows, triton.next_power_of_2(group)),
+            warps=4 if widest <= 128 else 8,
         )
 
 
@@ -72,16 +70,23 @@ def _merge(peak, total, output, next_peak, next_total, next_output):
 
 
 @triton.jit
-def _store_output(out, mask, peak, total, output, sinks, heads, head_mask):
-    """Add the sinks to the sums, divide by them and store."""
+def _store_output(  # noqa: PLR0913
+    out, lse, at, held, peak, total, output, sinks, heads, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr
+):
+    """Add the sinks to the sums, divide by them and store each row at `at` (rows,) int64."""
     if sinks is not None:
-        sink = tl.load(sinks + heads, mask=head_mask, other=0.0).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + heads, mask=held, other=0.0).to(tl.float32) * 1.4426950408889634
         new_peak = tl.maximum(peak, sink)
         keep = tl.exp2(peak - new_peak)
         total = total * keep + tl.exp2(sink - new_peak)
         output = output * keep[:, None]
+        peak = new_peak
     output = output / tl.where(total > 0.0, total, 1.0)[:, None]
-    tl.store(out, output.to(out.dtype.element_ty), mask=mask)
+    column = tl.arange(0, VALUE_WIDTH)[None, :]
+    target = out + at[:, None] * VALUE_DIM + column
+    tl.store(target, output.to(out.dtype.element_ty), mask=held[:, None] & (column < VALUE_DIM))
+    if lse is not None:
+        tl.store(lse + at, (peak + tl.log2(total)) / 1.4426950408889634, mask=held)
 
 
 @triton.jit
@@ -165,20 +170,40 @@ def _nothing_yet(ROWS: tl.constexpr, WIDTH: tl.constexpr):
     return peak, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "max_splits"])
+@triton.jit
+def _load_queries(query, heads, token, held, head_stride, token_stride, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """The queries of rows, of their heads and tokens (rows,): (rows, WIDTH)."""
+    column = tl.arange(0, WIDTH)[None, :]
+    at = heads.to(tl.int64) * head_stride + token.to(tl.int64) * token_stride
+    return tl.load(query + at[:, None] + column, mask=held[:, None] & (column < DIM), other=0.0)
+
+
+@triton.jit
+def _store_partial(partials, stats, at, held, peak, total, output, WIDTH: tl.constexpr):
+    """Keep one split's share of each row at `at` (rows,) int64."""
+    column = tl.arange(0, WIDTH)
+    tl.store(partials + at[:, None] * WIDTH + column[None, :], output, mask=held[:, None])
+    tl.store(stats + at * 2, peak, mask=held)
+    tl.store(stats + at * 2 + 1, total, mask=held)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
 def _attend(  # noqa: PLR0913
     out,  # (tokens, heads, value_dim)
-    partials,  # (seqs, heads, max_splits, VALUE_WIDTH) float32; None: merge the splits here
-    stats,  # (seqs, heads, max_splits, 2) float32: peaks and totals
+    lse,  # (tokens, heads) float32, or None: the log of each row's sum of exponentials
+    partials,  # (places, heads, VALUE_WIDTH) float32, or None: a split's output, undivided
+    stats,  # (places, heads, 2) float32: peaks and totals
     query,  # (heads, tokens, key_dim), strided
     keys,  # (blocks, BLOCK_SIZE, kv_heads, key_dim)
     values,  # (blocks, BLOCK_SIZE, kv_heads, value_dim)
     sinks,  # (heads,) or None
     query_start,  # (seqs + 1,) int32
     context_lens,  # (seqs,) int32
+    places,  # (seqs,) int32: the place of a decode's first split; -1 where it walks through them
+    shared,  # (seqs,) int32: how many splits a decode shares with those beside it
+    members,  # (seqs,) int32: how many decodes, from here on, share them; 0 where an earlier one speaks for this
     tables,  # (seqs, table_stride) int32
     num_seqs,
-    max_splits,
     scale,
     softcap,
     head_stride,
@@ -199,6 +224,7 @@ def _attend(  # noqa: PLR0913
 ):
     """One tile of queries of one sequence and key/value head. Grid: (tiles, kv_heads, programs sharing the splits)."""
     TOKENS: tl.constexpr = 1 if DECODE else BLOCK_M // GROUP
+    HEADS: tl.constexpr = KV_HEADS * GROUP
     item = tl.program_id(0)
     head = tl.program_id(1)
     if DECODE:
@@ -217,63 +243,68 @@ def _attend(  # noqa: PLR0913
     context = tl.load(context_lens + seq)
 
     row = tl.arange(0, BLOCK_M)
-    token = first + row // GROUP
     heads = head * GROUP + row % GROUP
-    held = (row < TOKENS * GROUP) & (token < query_len)
-    column = tl.arange(0, KEY_WIDTH)
-    q = tl.load(
-        query
-        + heads[:, None].to(tl.int64) * head_stride
-        + (start + token)[:, None].to(tl.int64) * token_stride
-        + column[None, :],
-        mask=held[:, None] & (column < KEY_DIM)[None, :],
-        other=0.0,
-    )
-    positions = context - query_len + token
+    key_at = keys + head * KEY_DIM
+    value_at = values + head * VALUE_DIM
+    table = tables + seq.to(tl.int64) * table_stride
     last = tl.minimum(context, context - query_len + first + TOKENS)
     lowest = 0
     if WINDOW > 0:
         lowest = tl.maximum(0, context - query_len + first + 1 - WINDOW)
 
+    begin = lowest // SPLIT
+    step = 1
+    if partials is not None:
+        place = tl.load(places + seq)
+        if (place < 0) & (tl.program_id(2) > 0):
+            return
+        if WINDOW == 0:
+            # The splits that are shared: all members' rows, by the program of the first one.
+            begin = tl.load(shared + seq)
+            count = tl.load(members + seq)
+            other = seq + row // GROUP
+            held = row < count * GROUP
+            own = tl.load(query_start + other, mask=held, other=0)
+            q = _load_queries(query, heads, own, held, head_stride, token_stride, KEY_DIM, KEY_WIDTH)
+            positions = tl.load(context_lens + other, mask=held, other=1) - 1
+            other_place = tl.load(places + other, mask=held, other=0)
+            for split in range(tl.program_id(2), tl.where(count > 0, begin, 0), tl.num_programs(2)):
+                peak, total, output = _attend_split(
+                    q, positions, key_at, value_at, table, split * SPLIT, split * SPLIT + SPLIT, 0, scale, softcap,
+                    WINDOW, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH,
+                    BLOCK_SIZE, BLOCK_M, BLOCK_N,
+                )  # fmt: skip
+                at = (other_place + split).to(tl.int64) * HEADS + heads
+                _store_partial(partials, stats, at, held, peak, total, output, VALUE_WIDTH)
+        if place >= 0:
+            begin += tl.program_id(2)
+            step = tl.num_programs(2)
+
+    token = first + row // GROUP
+    held = (row < TOKENS * GROUP) & (token < query_len)
+    q = _load_queries(query, heads, start + token, held, head_stride, token_stride, KEY_DIM, KEY_WIDTH)
+    positions = context - query_len + token
     peak, total, output = _nothing_yet(BLOCK_M, VALUE_WIDTH)
-    value_column = tl.arange(0, VALUE_WIDTH)
-    for split in range(lowest // SPLIT + tl.program_id(2), tl.cdiv(last, SPLIT), tl.num_programs(2)):
+    for split in range(begin, tl.cdiv(last, SPLIT), step):
         split_peak, split_total, split_output = _attend_split(
-            q,
-            positions,
-            keys + head * KEY_DIM,
-            values + head * VALUE_DIM,
-            tables + seq.to(tl.int64) * table_stride,
-            tl.maximum(split * SPLIT, lowest // BLOCK_N * BLOCK_N),
-            tl.minimum(split * SPLIT + SPLIT, last),
-            lowest,
-            scale,
-            softcap,
-            WINDOW,
-            KV_HEADS * KEY_DIM,
-            KV_HEADS * VALUE_DIM,
-            KEY_DIM,
-            VALUE_DIM,
-            KEY_WIDTH,
-            VALUE_WIDTH,
-            BLOCK_SIZE,
-            BLOCK_M,
-            BLOCK_N,
-        )
-        if partials is None:
-            peak, total, output = _merge(peak, total, output, split_peak, split_total, split_output)
-        else:
-            at = (seq * KV_HEADS * GROUP + heads).to(tl.int64) * max_splits + split
-            tl.store(partials + at[:, None] * VALUE_WIDTH + value_column[None, :], split_output, mask=held[:, None])
-            tl.store(stats + at * 2, split_peak, mask=held)
-            tl.store(stats + at * 2 + 1, split_total, mask=held)
-    if partials is None:
-        target = ((start + token)[:, None].to(tl.int64) * KV_HEADS * GROUP + heads[:, None]) * VALUE_DIM
-        mask = held[:, None] & (value_column < VALUE_DIM)[None, :]
-        _store_output(out + target + value_column[None, :], mask, peak, total, output, sinks, heads, held)
+            q, positions, key_at, value_at, table,
+            tl.maximum(split * SPLIT, lowest // BLOCK_N * BLOCK_N), tl.minimum(split * SPLIT + SPLIT, last), lowest,
+            scale, softcap,
+            WINDOW, KV_HEADS * KEY_DIM, KV_HEADS * VALUE_DIM, KEY_DIM, VALUE_DIM, KEY_WIDTH, VALUE_WIDTH,
+            BLOCK_SIZE, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+        peak, total, output = _merge(peak, total, output, split_peak, split_total, split_output)
+        if partials is not None:
+            at = tl.where(place + row * 0 < 0, -1, (place + split).to(tl.int64) * HEADS + heads)
+            kept = held & (at >= 0)
+            _store_partial(partials, stats, at, kept, split_peak, split_total, split_output, VALUE_WIDTH)
+    if partials is not None:
+        held = held & (place + row * 0 < 0)
+    at = (start + token).to(tl.int64) * HEADS + heads
+    _store_output(out, lse, at, held, peak, total, output, sinks, heads, VALUE_DIM, VALUE_WIDTH)
 
 
-@triton.jit(do_not_specialize=["max_splits"])
+@triton.jit
 def _merge_splits(  # noqa: PLR0913
     out,
     partials,
@@ -281,7 +312,7 @@ def _merge_splits(  # noqa: PLR0913
     sinks,
     query_start,
     context_lens,
-    max_splits,
+    places,
     WINDOW: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -291,9 +322,11 @@ def _merge_splits(  # noqa: PLR0913
     SPLIT: tl.constexpr,
 ):
     """The splits of one decoding sequence and key/value head, in order. Grid: (seqs, kv_heads)."""
+    HEADS: tl.constexpr = KV_HEADS * GROUP
     seq = tl.program_id(0)
     start = tl.load(query_start + seq)
-    if tl.load(query_start + seq + 1) - start != 1:
+    place = tl.load(places + seq)
+    if (place < 0) | (tl.load(query_start + seq + 1) - start != 1):
         return
     context = tl.load(context_lens + seq)
     lowest = 0
@@ -305,76 +338,62 @@ def _merge_splits(  # noqa: PLR0913
     column = tl.arange(0, VALUE_WIDTH)
     peak, total, output = _nothing_yet(BLOCK_M, VALUE_WIDTH)
     for split in range(lowest // SPLIT, tl.cdiv(context, SPLIT)):
-        at = (seq * KV_HEADS * GROUP + heads).to(tl.int64) * max_splits + split
+        at = (place + split).to(tl.int64) * HEADS + heads
         split_peak = tl.load(stats + at * 2, mask=held, other=0.0)
         split_total = tl.load(stats + at * 2 + 1, mask=held, other=0.0)
         split_output = tl.load(partials + at[:, None] * VALUE_WIDTH + column[None, :], mask=held[:, None], other=0.0)
         peak, total, output = _merge(peak, total, output, split_peak, split_total, split_output)
-    target = (start.to(tl.int64) * KV_HEADS * GROUP + heads[:, None]) * VALUE_DIM
-    mask = held[:, None] & (column < VALUE_DIM)[None, :]
-    _store_output(out + target + column[None, :], mask, peak, total, output, sinks, heads, held)
+    at = start.to(tl.int64) * HEADS + heads
+    _store_output(out, None, at, held, peak, total, output, sinks, heads, VALUE_DIM, VALUE_WIDTH)
 
 
-@dataclass(frozen=True)
-class PagedPlan:
-    """The sequences of one step, as the kernels read them, int32 on the device.
-
-    query_start (seqs + 1,), context_lens (seqs,), block_tables (seqs, width). No context exceeds `split_size *
-    max_splits`. `has_decodes` and `has_chunks`: whether some sequence has one token, or more.
-    """
-
-    query_start: Tensor
-    context_lens: Tensor
-    block_tables: Tensor
-    split_size: int
-    max_splits: int
-    has_decodes: bool
-    has_chunks: bool
-
-
-def paged_attention(query: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan, params: AttentionParams) -> Tensor:
+def paged_attention(
+    query: Tensor, keys: Tensor, values: Tensor, plan: PagedPlan, params: AttentionParams, lse: Tensor | None = None
+) -> Tensor:
     """Causal attention of each sequence's last tokens over its context.
 
     query (heads, tokens, key_dim), last stride 1; keys (blocks, block_size, kv_heads, key_dim) and values (blocks,
     block_size, kv_heads, value_dim) contiguous, the step's own tokens written. Returns (tokens, heads, value_dim) in
-    query's dtype.
+    query's dtype. `lse` (tokens, heads) float32, if given, gets the log of each row's sum of exponentials; the plan has
+    no places then.
     """
     heads, tokens, key_dim = query.shape
     _, block_size, kv_heads, value_dim = values.shape
     num_seqs, group, softcap = len(plan.context_lens), heads // kv_heads, params.softcap
-    max_splits, tables = plan.max_splits, plan.block_tables
+    tables = plan.block_tables
     tiles = Tiles.of(group, key_dim, value_dim, query.element_size())
     out = query.new_empty(tokens, heads, value_dim)
     # Without fused multiply-adds where the compiler pleases, a kernel's variants round alike.
     common = {
         "WINDOW": params.window or 0, "KV_HEADS": kv_heads, "GROUP": group, "VALUE_DIM": value_dim,
-        "VALUE_WIDTH": tiles.value_width, "SPLIT": plan.split_size, "num_stages": 2, "enable_fp_fusion": False,
+        "VALUE_WIDTH": tiles.value_width, "SPLIT": plan.split_size, "BLOCK_M": tiles.rows, "num_warps": tiles.warps,
+        "num_stages": 2, "enable_fp_fusion": False,
     }  # fmt: skip
 
-    def attend(tile_count: int, sharing: int, partials: Tensor | None, stats: Tensor | None, **launch: Any) -> None:
+    def attend(tile_count: int, sharing: int, partials: Tensor | None, stats: Tensor | None, *, decode: bool) -> None:
         _attend[tile_count, kv_heads, sharing](
-            out, partials, stats, query, keys, values, params.sinks, plan.query_start, plan.context_lens, tables,
-            num_seqs, max_splits,
+            out, lse, partials, stats, query, keys, values, params.sinks, plan.query_start, plan.context_lens,
+            plan.places, plan.shared, plan.members, tables, num_seqs,
             params.scaling / softcap if softcap else params.scaling * LOG2E,
             softcap * LOG2E if softcap else None,
             query.stride(0), query.stride(1), tables.stride(0),
-            KEY_DIM=key_dim, KEY_WIDTH=tiles.key_width, BLOCK_SIZE=block_size, BLOCK_N=tiles.keys,
-            **common, **launch,
+            DECODE=decode, KEY_DIM=key_dim, KEY_WIDTH=tiles.key_width, BLOCK_SIZE=block_size, BLOCK_N=tiles.keys,
+            **common,
         )  # fmt: skip
 
     if plan.has_chunks:
-        launch = {"DECODE": False, "BLOCK_M": tiles.prefill_rows, "num_warps": tiles.prefill_warps}
-        attend(tokens // (tiles.prefill_rows // group) + num_seqs, 1, None, None, **launch)
+        attend(tokens // (tiles.rows // group) + num_seqs, 1, None, None, decode=False)
     if plan.has_decodes:
-        launch = {"DECODE": True, "BLOCK_M": tiles.decode_rows, "num_warps": 4}
-        if max_splits == 1:
-            attend(num_seqs, 1, None, None, **launch)
+        if not plan.num_places:
+            attend(num_seqs, 1, None, None, decode=True)
             return out
-        partials = torch.empty(num_seqs, heads, max_splits, tiles.value_width, dtype=torch.float32, device=out.device)
-        stats = torch.empty(num_seqs, heads, max_splits, 2, dtype=torch.float32, device=out.device)
-        attend(num_seqs, min(max_splits, triton.cdiv(FULL_GRID, num_seqs * kv_heads)), partials, stats, **launch)
+        partials, stats = (
+            torch.empty(plan.num_places, heads, width, dtype=torch.float32, device=out.device)
+            for width in (tiles.value_width, 2)
+        )
+        sharing = min(plan.max_splits, triton.cdiv(FULL_GRID, num_seqs * kv_heads))
+        attend(num_seqs, sharing, partials, stats, decode=True)
         _merge_splits[num_seqs, kv_heads](
-            out, partials, stats, params.sinks, plan.query_start, plan.context_lens, max_splits,
-            BLOCK_M=tiles.decode_rows, num_warps=4, **common,
-        )  # fmt: skip
+            out, partials, stats, params.sinks, plan.query_start, plan.context_lens, plan.places, **common
+        )
     return out
