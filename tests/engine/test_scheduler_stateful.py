@@ -78,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def blocks_in_use_are_those_of_running_sequences(self) -> None:
+        self.world.check_tables()
         s = self.world.scheduler
         held = {block for q in s.running for block in q.block_table}
         assert len(held) + s.kv.num_free == s.kv.num_usable

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.request import Request, Sequence
 from rollout.engine.scheduler import Scheduler, SchedulerOutput
@@ -51,6 +53,7 @@ class World:
         s = self.scheduler
         before, decoding = list(s.running), [q for q in s.running if q.num_to_compute == 1]
         step = s.schedule()
+        self.check_tables()
         scheduled = [item.sequence for item in step.scheduled]
         assert scheduled or not (s.running or s.waiting), "there is work, and nothing goes on"
         assert sum(item.count for item in step.scheduled) <= s.max_num_batched_tokens
@@ -75,6 +78,14 @@ class World:
                     assert forked.cached_tokens == forked.prompt_len
                     assert not forked.request.needs_every_prompt_row
         return step
+
+    def check_tables(self) -> None:
+        """What the device reads is the block table of every running sequence, and nothing else."""
+        expected = np.zeros_like(self.scheduler.tables)
+        for q in self.scheduler.running:
+            assert not expected[q.seat].any(), "two sequences on one seat"
+            expected[q.seat, : len(q.block_table)] = q.block_table
+        assert np.array_equal(self.scheduler.tables, expected)
 
     def order(self, q: Sequence) -> tuple[int, int, int]:
         return (q.request.priority if self.scheduler.by_priority else 0, q.request.arrival, q.index)
