@@ -78,8 +78,8 @@ class RaggedBatch:
 
 def ranges(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
     """`lens[i]` numbers from `starts[i]` on for each i, one after the other, (sum of lens,) int64."""
-    before = np.cumsum(lens) - lens
-    return np.arange(lens.sum()) + np.repeat(starts - before, lens)
+    numbers: np.ndarray = np.arange(lens.sum()) + np.repeat(starts - np.cumsum(lens) + lens, lens)
+    return numbers
 
 
 @dataclass(frozen=True)
