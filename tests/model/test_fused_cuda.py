@@ -20,7 +20,7 @@ from rollout.model.load_check import _in_parts, plug_in_attention
 from rollout.model.parameters import ModelParameters
 from tests.model.test_loader import COMMON, SERVED
 from tests.support import tiny_models
-from tests.support.triton_launches import LaunchRecorder, compile_in_a_process, compile_launch, interpreted_bfloat16
+from tests.support.triton_launches import LaunchRecorder, assert_compiles, compile_launch, interpreted_bfloat16
 
 DEVICE = torch.device("cpu")
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 48, "head_dim": 16}
@@ -131,7 +131,7 @@ def test_a_norm_with_another_arithmetic_is_left_alone() -> None:
 
 @pytest.mark.parametrize("capability", [90, *(pytest.param(sm, marks=pytest.mark.long) for sm in (80, 100))])
 def test_the_kernels_compile_for_gpus(capability: int, tmp_path: Path) -> None:
-    compile_in_a_process(__name__, capability, tmp_path)
+    assert_compiles(__name__, capability, tmp_path)
 
 
 def compile_kernels(capability: int) -> None:
