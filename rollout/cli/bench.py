@@ -245,6 +245,25 @@ def host(
 
 
 @command
+def gpu(
+    section: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Run this section: versions, kernels, engine, commits, capture, pushes, sleep, exact or speed; all by "
+            "default. May be repeated."
+        ),
+    ] = None,
+    dry: Annotated[bool, typer.Option("--dry", help="Run everything on a CPU with tiny shapes.")] = False,
+) -> tuple[list[Any], dict[str, Any]]:
+    """Try what runs on the CUDA device at hand, and measure decode steps beside its peers', in ten minutes."""
+    from rollout.bench.gpu import measure, table
+
+    with status("each section for at most some minutes"):
+        rows = measure(section or (), dry=dry)
+    return [table(rows, dry)], {"dry": dry, "rows": rows}
+
+
+@command
 def fidelity(
     model: Model,
     url: Url = "http://127.0.0.1:8000",
