@@ -214,6 +214,13 @@ class EngineProcess:
             self._emit(self.engine.abort(AbortRequests(None)))
         return True
 
+    def _end_wait(self, method: str, done: str) -> None:
+        """Answer the calls of this method that wait for running requests: they were taken back."""
+        error = CallError(409, f"{done} while waiting for running requests to finish")
+        for call in [call for call in self._draining if call.method == method]:
+            self._draining.remove(call)
+            self._send(Reply(call.call_id, error=error))
+
     def _call_pause(self, call: Call) -> dict[str, Any] | None:
         if not self._stopped(call):
             return None
@@ -226,6 +233,7 @@ class EngineProcess:
         return self._moved(call, lambda: self.engine.sleeper.sleep(call.params["level"]))
 
     def _call_wake_up(self, call: Call) -> dict[str, Any] | None:
+        self._end_wait("sleep", "woken up")
         return self._moved(call, lambda: self.engine.sleeper.wake_up(call.params["tags"]))
 
     def _moved(self, call: Call, move: Callable[[], None]) -> dict[str, Any] | None:
@@ -246,10 +254,7 @@ class EngineProcess:
             self._send(Reply(call.call_id, error=CallError(409, message)))
             return None
         self.engine.paused = False
-        for waits in self._draining:
-            message = "resumed while waiting for running requests to finish"
-            self._send(Reply(waits.call_id, error=CallError(409, message)))
-        self._draining.clear()
+        self._end_wait("pause", "resumed")
         return {"status": "resumed"}
 
     def _call_is_paused(self, call: Call) -> dict[str, Any]:

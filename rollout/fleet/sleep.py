@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from typing import Any
 
 from rollout.fleet.client import EngineClient
@@ -26,6 +27,7 @@ class FleetSleep:
         self.asleep: frozenset[str] = frozenset()
         self.level = 0
         self._mode = "keep"
+        self._falls_asleep = False
 
     @property
     def refusal(self) -> EngineError | None:
@@ -49,20 +51,23 @@ class FleetSleep:
             before = self.asleep, self.level, self._mode
             deepest = max(level, self.level if "weights" in self.asleep else 0)
             self.asleep, self.level, self._mode = _TAGS, deepest, mode  # now: what is sent later would not be covered
+            self._falls_asleep = True
             try:
                 await call_all(ranks, "sleep", {"level": level, "mode": mode}, timeout_s)
             except EngineError as error:
                 if error.status < 500:  # refused, so nothing has changed
                     self.asleep, self.level, self._mode = before
                 raise
+            finally:
+                self._falls_asleep = False
             if level == 2:
                 for client in ranks:
                     client.lose_weights(EngineError(_LOST))
 
     async def wake_up(self, tags: Collection[str], timeout_s: float) -> None:
-        """Have all engines wake these parts; they generate once nothing is asleep. Raises EngineError: then these are
-        still asleep in one engine at least."""
-        async with self._updates.turn:
+        """Have all engines wake these parts; they generate once nothing is asleep. It also ends the wait of a `sleep`
+        for what runs. Raises EngineError: then these are still asleep in one engine at least."""
+        async with nullcontext() if self._falls_asleep else self._updates.turn:  # which that sleep holds
             await call_all(self._living(), "wake_up", {"tags": sorted(tags)}, timeout_s)
             self.asleep -= frozenset(tags)
             self.level = self.level if self.asleep else 0

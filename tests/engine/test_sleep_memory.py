@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -67,9 +68,9 @@ def check(choice: Choice, served: PreTrainedModel, epoch: int) -> None:
     assert [(span.epoch, span.kv) for span in choice.spans] == [(epoch, "current")]
 
 
-def push(client: RolloutClient, pushed: PreTrainedModel) -> int:
+def push(client: RolloutClient, pushed: PreTrainedModel, **options: Any) -> int:
     with WeightSender.connect(client, pushed, timeout_s=60) as sender:
-        return sender.push().epoch
+        return sender.push(**options).epoch
 
 
 def samples(client: RolloutClient, name: str) -> list[Sample]:
@@ -111,12 +112,12 @@ def test_memory_goes_and_comes_back_and_a_trainer_cycles_around_it(engine: Engin
         push(client, models[2])
     client.wake_up(["weights"])
     assert client.weight_info()["weights"] == "invalid"
-    assert push(client, models[2]) == 2
+    assert push(client, models[2], weight_staging="in_place") == 2  # nothing serves that it could spoil
     with pytest.raises(RolloutError, match=r"asleep \(level 2\)"):
         generate(client)
     client.wake_up(["kv_cache"])
     check(generate(client), models[2], 2)
-    assert engine.now < full + NOISE
+    assert engine.now < full - weights + NOISE  # in place, there is no staging
     assert sleep_states(client) == {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
 
 
@@ -128,6 +129,17 @@ def test_it_waits_for_what_runs_and_refuses_while_an_update_is_open(engine: Engi
         client.sleep(1, "wait")
         assert running.result(60).choices[0].finish_reason == "length"
     client.wake_up()
+    with ThreadPoolExecutor(2) as pool:
+        running = pool.submit(client.generate, prompt(20), {"max_tokens": 2000, "ignore_eos": True})
+        eventually(lambda: samples(client, "vllm:num_requests_running")[0].value == 1, 60)
+        falling = pool.submit(client.sleep, 1, "wait")
+        eventually(client.is_sleeping, 60)
+        client.wake_up()
+        assert "woken up while waiting for running requests" in str(falling.exception(60))
+        assert not client.is_sleeping()
+        client.abort_all()
+        assert running.result(60).choices[0].finish_reason == "abort"
+        generate(client, 20)
     client.post("/init_weight_transfer_engine", {"init_info": {"backend": "disk"}})
     client.post("/start_weight_update", {})
     with pytest.raises(RolloutError, match="a weight update is open: finish_weight_update or abort_weight_update"):
