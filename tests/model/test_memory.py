@@ -121,6 +121,14 @@ def test_staging_is_counted_with_a_cache_that_was_asked_for(
         fake._num_blocks(SHAPES)
 
 
+def test_the_table_in_the_docs_is_what_the_runner_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from tests.support.gpu_memory import table
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *args: (9, 0))
+    assert table() in (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+
+
 def test_weights_go_straight_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_models.build("llama", tmp_path)
     options: dict[str, Any] = {}
