@@ -1,9 +1,10 @@
-"""The products of a bfloat16 model's linear layers on a CPU: one definition for the engine and an exact trainer.
+"""The products of a model's linear layers: one definition for the engine and an exact trainer.
 
-Each output is the float32 sum over its row and its weight's row, in order of position, rounded once: it depends on
-nothing else, neither on the other rows nor on how they are tiled. The head's logits aren't rounded at all, since at 20
-a bfloat16 step is 1/8. On a processor without bfloat16 products, and where the native kernels can't be built, both
-sides keep torch's own. Imports torch only: `trainer_bridge.score.exact` uses it, too.
+In bfloat16 on a CPU each output is the float32 sum over its row and its weight's row, in order of position, rounded
+once: it depends on nothing else, neither on the other rows nor on how they are tiled. The head's logits aren't rounded
+at all, since at 20 a bfloat16 step is 1/8. On a processor without bfloat16 products, and where the native kernels can't
+be built, both sides keep torch's own. On a GPU the order is its library's, which chooses by shape: there all products
+have one shape (`multiply_in_blocks`). Imports torch only: `trainer_bridge.score.exact` uses it, too.
 """
 
 from __future__ import annotations
@@ -18,6 +19,22 @@ from rollout.kernels.native import address, in_huge_pages, library
 
 PANEL = 64
 """Outputs that are computed together: packed weights are filled up to a multiple of it."""
+BLOCK_ROWS = 256
+"""Rows of every product of `multiply_in_blocks`: about as many as a GPU computes while it reads a weight."""
+
+
+def multiply_in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (…, inputs) · weightᵀ (outputs, inputs) + bias → (…, outputs), in products of BLOCK_ROWS rows, also the last.
+
+    A library that chooses its kernel by shape has one for all numbers of rows. Whether a row's bits depend on its place
+    in a block is for a proof to find out.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    rows = len(flat)
+    filled = nn.functional.pad(flat, (0, 0, 0, -rows % BLOCK_ROWS)).contiguous()
+    blocks = [nn.functional.linear(block, weight, bias) for block in filled.split(BLOCK_ROWS)]
+    output = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+    return output[:rows].view(*x.shape[:-1], -1)
 
 
 def serves_linear(layer: object) -> bool:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from rollout.kernels.attention.base import AttentionBackend, AttentionParams, RaggedBatch, current_backend, serving
 from rollout.kernels.norms import Deferred, HeadNorm, NormKind, close, deferred_heads, norm_kind
+from rollout.kernels.products import multiply_in_blocks
 from rollout.model.fused import GATED, gated
 from rollout.model.joined import JoinedWeights
 from rollout.model.parameters import ModelParameters
@@ -55,6 +56,21 @@ def fuse(parameters: ModelParameters) -> JoinedWeights:
     logger.info("fused for the GPU: %s", ", ".join(f"{count} {name}" for name, count in counts.items()))
     joined.fused = counts
     return joined
+
+
+@torch.no_grad()
+def make_invariant(parameters: ModelParameters) -> JoinedWeights:
+    """Linear layers in products of one shape, and norms in one order: all else keeps transformers' operations, which
+    an exact trainer's model has, too. Nothing is joined."""
+    fuse_norms(parameters.model)
+    for module in parameters.model.modules():
+        if type(module) is nn.Linear:
+            module.forward = _in_blocks(module)  # type: ignore[method-assign]
+    return JoinedWeights(parameters, names=())
+
+
+def _in_blocks(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    return lambda x: multiply_in_blocks(x, layer.weight, layer.bias)
 
 
 # -- norms, and the sums before them

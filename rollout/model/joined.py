@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,17 +15,17 @@ from rollout.model.parameters import ModelParameters, ParameterSet
 class JoinedWeights:
     """Linear layers with one input as one product: their weights lie one behind the other in memory.
 
-    A commit on CUDA copies into the live buffers, which stay where they are. `groups` are the layers, `fused` says how
-    much of what `fuse` has replaced.
+    `names` are those that layers of one input have in their module. A commit on CUDA copies into the live buffers,
+    which stay where they are. `groups` are the layers, `fused` says how much of what `fuse` has replaced.
     """
 
-    def __init__(self, parameters: ModelParameters) -> None:
+    def __init__(self, parameters: ModelParameters, names: Sequence[Sequence[str]] = JOINED) -> None:
         self._parameters = parameters
         self.fused: dict[str, int] = {}
         self.groups: list[list[nn.Linear]] = []
         for module in parameters.model.modules():
-            for names in JOINED:
-                layers = [getattr(module, name, None) for name in names]
+            for group in names:
+                layers = [getattr(module, name, None) for name in group]
                 if _joinable(layers):
                     self.groups.append(layers)  # type: ignore[arg-type]
                     _join(layers)  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import time
 from itertools import accumulate
@@ -16,13 +15,12 @@ from rollout.config import EngineConfig
 from rollout.kernels.attention import native_paged as native
 from rollout.kernels.attention.base import AttentionBackend, LayerShape, RaggedBatch, serving
 from rollout.kernels.attention.chunked import CHUNK, fill_up, padded_rows
-from rollout.kernels.attention.cuda import TritonAttention
+from rollout.kernels.attention.cuda import TritonAttention, has_triton
 from rollout.kernels.attention.torch_paged import TorchAttention
 from rollout.kernels.native import keep_freed_memory
-from rollout.model import fused_cuda
+from rollout.model import fused_cuda, invariance
 from rollout.model.fused import PackedWeights, fuse_gates, fuse_norms, fuse_rotary
 from rollout.model.graphs import CudaGraphs, DecodeGraphs, bucket_sizes
-from rollout.model.invariance import prove_batch_invariance
 from rollout.model.joined import JoinedWeights
 from rollout.model.load_check import LENGTHS, plug_in_attention
 from rollout.model.loader import eos_token_ids, experts_implementation, load_model
@@ -62,14 +60,17 @@ class ModelRunner:
         self.parameters = ModelParameters(self.model)
         self.packed: PackedWeights | JoinedWeights
         if self._serves_triton and config.tensor_parallel_size == 1:
-            self.packed = fused_cuda.fuse(self.parameters)
+            fuse = fused_cuda.make_invariant if config.batch_invariant else fused_cuda.fuse
+            self.packed = fuse(self.parameters)
         else:
             fuse_norms(self.model)
             fuse_rotary(self.model)
             self.packed = PackedWeights(self.parameters)
             fuse_gates(self.model)
         if config.batch_invariant:
-            prove_batch_invariance(self.model, lambda blocks: self._backend(shapes, blocks), config.block_size)
+            invariance.prove_batch_invariance(
+                self.model, lambda blocks: self._backend(shapes, blocks), config.block_size
+            )
         stock.check(self.model, lambda blocks: self._backend(shapes, blocks), config.block_size)
         self.routing: RoutedExperts | None = None
         self.graphs: DecodeGraphs | None = None
@@ -188,25 +189,23 @@ class ModelRunner:
                 f"batch_invariant needs a block_size that is a multiple of {native.LANES} and divides {CHUNK}, "
                 f"got {self.config.block_size}: a trainer's attention is in such blocks"
             )
-        if name == "triton" and (exact or self.device.type != "cuda"):
-            raise ValueError(
-                f"attention_backend triton serves CUDA devices without batch_invariant, not {self.device} with "
-                f"batch_invariant {exact}: use auto"
-            )
+        if name == "triton" and self.device.type != "cuda":
+            raise ValueError(f"attention_backend triton serves CUDA devices, not {self.device}: use auto")
         if not self._serves_triton:
             return TorchAttention(*arguments, exact=exact)
+        tried = (*LENGTHS, *(invariance.LENGTHS if exact else ()))
         return TritonAttention(
             *arguments,
-            max_model_len=self.max_model_len,
-            max_num_seqs=max(self.config.max_num_seqs, len(LENGTHS)),
-            max_num_batched_tokens=max(self.config.max_num_batched_tokens, sum(LENGTHS)),
+            max_model_len=max(self.max_model_len, *tried),
+            max_num_seqs=max(self.config.max_num_seqs, len(tried)),
+            max_num_batched_tokens=max(self.config.max_num_batched_tokens, padded_rows(sum(tried))),
         )
 
     @property
     def _serves_triton(self) -> bool:
-        name, exact = self.config.attention_backend, self.config.batch_invariant
-        asked = name == "triton" or (name == "auto" and importlib.util.find_spec("triton") is not None)
-        return asked and self.device.type == "cuda" and not exact
+        name = self.config.attention_backend
+        asked = name == "triton" or (name == "auto" and has_triton())
+        return asked and self.device.type == "cuda"
 
     @property
     def _captures(self) -> bool:
@@ -248,7 +247,7 @@ class ModelRunner:
             if logits is not None:
                 return logits
         self.backend.prepare(batch)
-        if self.config.batch_invariant:
+        if self.config.batch_invariant and not self._serves_triton:
             inputs, head = fill_up(inputs, self.dtype), fill_up(head, self.dtype)
         inputs = inputs.to(self.device)
         return self._model(inputs[0:1], inputs[1:2], head.to(self.device))[: len(head_rows)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,13 @@ from torch import Tensor
 from rollout.kernels.attention import cuda, splits
 from rollout.kernels.attention.base import AttentionParams, LayerShape, RaggedBatch
 from tests.kernels.test_attention import Harness, History, dense
-from tests.support.triton_launches import Launch, LaunchRecorder, assert_compiles, compile_launch
+from tests.support.triton_launches import (
+    Launch,
+    LaunchRecorder,
+    assert_compiles,
+    compile_launch,
+    ordered_products,
+)
 
 triton = pytest.importorskip("triton")  # has no wheels beyond Linux; the dev extra brings it there
 
@@ -81,6 +88,12 @@ def test_mixed_chunks_and_decodes_agree_with_dense_attention(
     harness.assert_step([(histories[-1], 1), (harness.fork(histories[0]), 1)])
 
 
+@pytest.fixture
+def ordered() -> Iterator[None]:
+    with ordered_products():
+        yield
+
+
 def run(backend: cuda.TritonAttention, work: list[tuple[History, Tensor]], params: AttentionParams) -> list[Tensor]:
     """Each sequence's last tokens, whose queries are given, in one batch → its rows."""
     start = [0]
@@ -93,21 +106,10 @@ def run(backend: cuda.TritonAttention, work: list[tuple[History, Tensor]], param
     return list(output.split([q.shape[1] for _, q in work]))
 
 
-@pytest.fixture
-def ordered_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row's product doesn't depend on its place in a tile, as on a GPU; the interpreter's, by a BLAS, does."""
-    from triton.runtime import interpreter
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        return interpreter.TensorHandle(np.einsum("ik,kj->ij", a.data, b.data) + d.data, d.dtype.scalar)
-
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-
-
-@pytest.mark.usefixtures("ordered_products")
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(
+    window: int | None, monkeypatch: pytest.MonkeyPatch, ordered: None
+) -> None:
     from rollout.kernels.attention import triton_paged
 
     # Alone, a sequence's splits are spread over three programs, in the batch of four over one.
@@ -132,8 +134,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(window: int | None, monk
     assert torch.equal(run(harness.backend, [work[0]], harness.params)[0], together[0])
 
 
-@pytest.mark.usefixtures("ordered_products")
-def test_what_a_group_shares_is_read_once_with_the_same_bits() -> None:
+def test_what_a_group_shares_is_read_once_with_the_same_bits(ordered: None) -> None:
     """Members of a group, and a stranger: the blocks that they share are those of the first one's table alone."""
     harness = TritonHarness(LayerShape(2, 24, 20), 3, 16, AttentionParams(0.4), seed=5)
     backend, prompt = harness.backend, harness.past(2 * SPLIT + 20)

@@ -12,15 +12,23 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto import CONFIG_MAPPING
 
-from rollout.kernels import norms, triton_layers
-from rollout.kernels.attention.base import AttentionBackend
+from rollout.kernels import norms, products, triton_layers
+from rollout.kernels.attention import splits
+from rollout.kernels.attention.base import ATTENTION_NAME, AttentionBackend, RaggedBatch, serving
 from rollout.kernels.attention.cuda import TritonAttention
-from rollout.model import fused_cuda, joined
-from rollout.model.load_check import _in_parts, plug_in_attention
+from rollout.model import fused_cuda, invariance, joined
+from rollout.model.load_check import _in_parts, _record_shapes, plug_in_attention
 from rollout.model.parameters import ModelParameters
 from tests.model.test_loader import COMMON, SERVED
 from tests.support import tiny_models
-from tests.support.triton_launches import LaunchRecorder, assert_compiles, compile_launch, interpreted_bfloat16
+from tests.support.triton_launches import (
+    LaunchRecorder,
+    assert_compiles,
+    compile_launch,
+    interpreted_bfloat16,
+    ordered_products,
+)
+from trainer_bridge.score import exact, exact_cuda
 
 DEVICE = torch.device("cpu")
 SMALL: dict[str, Any] = {"num_hidden_layers": 2, "vocab_size": 64, "intermediate_size": 48, "head_dim": 16}
@@ -127,6 +135,69 @@ def test_a_norm_with_another_arithmetic_is_left_alone() -> None:
             return self.weight**3 * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
 
     assert norms.norm_kind(CubedRMSNorm()) is None
+
+
+@pytest.fixture
+def exact_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer's CPU counts as a GPU; splits are short; a product's row doesn't depend on its place in a tile."""
+    monkeypatch.setattr(exact_cuda, "serves", lambda device: True)
+    monkeypatch.setattr(splits, "SPLIT_SIZE", 16)
+    with ordered_products():
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # rows of padding hold anything
+@pytest.mark.usefixtures("exact_on_cuda")
+@pytest.mark.parametrize("name", ["qwen3", "gemma3_text"])
+def test_exact_tokens_have_the_same_bits_in_every_company_and_in_the_trainer(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served, trained = build(name), build(name)
+    served.set_attn_implementation(ATTENTION_NAME)
+    with torch.inference_mode():
+        shapes = _record_shapes(served, torch.arange(2), 2)
+        fused_cuda.make_invariant(ModelParameters(served))
+    monkeypatch.setattr(invariance, "LENGTHS", (21, 3))
+    invariance.prove_batch_invariance(served, lambda blocks: backend(served, shapes, blocks), 16)
+    ids = torch.randint(64, (23,), generator=torch.Generator().manual_seed(3))
+    table, rows = [[1, 2]], []
+    cache = backend(served, shapes, 3)
+    for start, end in ((0, 15), (15, 21), (21, 22), (22, 23)):
+        cache.prepare(RaggedBatch([0, end - start], [end], table))
+        with serving(cache), torch.inference_mode():
+            positions = torch.arange(start, end)[None]
+            rows.append(served(input_ids=ids[None, start:end], position_ids=positions, use_cache=False).logits[0])
+    logits = exact.install(trained.requires_grad_(True))(input_ids=ids[None]).logits[0]
+    assert torch.equal(torch.cat(rows), logits)
+    # Gradients are those of transformers' own operations.
+    stock = build(name).requires_grad_(True)
+    expected = stock(input_ids=ids[None]).logits[0]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    for output in (logits, expected):
+        (output * torch.linspace(-1, 1, 64)).sum().backward()
+    for (name, mine), theirs in zip(trained.named_parameters(), stock.parameters(), strict=True):
+        assert mine.grad is not None, name
+        assert theirs.grad is not None
+        scale = theirs.grad.abs().max().item()
+        torch.testing.assert_close(mine.grad, theirs.grad, atol=2e-4 * scale, rtol=0)
+
+
+def test_a_product_has_the_same_shape_for_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    linear = nn.functional.linear
+
+    def recorded(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        shapes.append(tuple(x.shape))
+        return linear(x, *rest)
+
+    monkeypatch.setattr(nn.functional, "linear", recorded)
+    weight, bias = torch.randn(24, 32), torch.randn(24)
+    for rows in (1, 255, 256, 257, 700):
+        x = torch.randn(1, rows, 32)
+        output = products.multiply_in_blocks(x, weight, bias)
+        torch.testing.assert_close(output, x @ weight.T + bias)
+    assert set(shapes) == {(products.BLOCK_ROWS, 32)}
+    assert len(shapes) == 1 + 1 + 1 + 2 + 3
 
 
 @pytest.mark.parametrize("capability", [90, *(pytest.param(sm, marks=pytest.mark.long) for sm in (80, 100))])

@@ -53,6 +53,20 @@ def interpreted_bfloat16() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def ordered_products() -> Iterator[None]:
+    """In Triton's interpreter a BLAS multiplies, which may give a row other bits at another place of its tile: here, as
+    on a GPU, it has the same everywhere."""
+    from triton.runtime import interpreter
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        return interpreter.TensorHandle(np.einsum("ik,kj->ij", a.data, b.data) + d.data, d.dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+        yield
+
+
 def assert_compiles(module: str, capability: int, cache: Path) -> None:
     """`compile_kernels(capability)` of a test's module ends well where Triton's interpreter isn't on."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -23,10 +23,12 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import AttentionInterface, PreTrainedModel
 
+from rollout.kernels.attention import cuda
 from rollout.kernels.attention import native_paged as native
 from rollout.kernels.attention.base import AttentionParams
 from rollout.kernels.attention.chunked import CHUNK, attend_causally, hidden_by_order, padded_rows
 from rollout.kernels.products import PackedWeight, serves_linear
+from trainer_bridge.score import exact_cuda
 
 ATTENTION_NAME = "rollout_exact"
 
@@ -51,6 +53,8 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")
     head = model.get_output_embeddings()
+    if exact_cuda.serves(model.device):
+        exact_cuda.install(model)
     for module in model.modules():
         if isinstance(module, nn.Linear) and serves_linear(module):
             product = _product(module, torch.float32 if module is head else module.weight.dtype)
@@ -281,7 +285,9 @@ class _ChunkedAttention(torch.autograd.Function):
     ) -> Tensor:
         """query (rows, groups, length, dim), key and value (rows, length, dim), sinks (heads,), those of `params`."""
         length = query.shape[2]
-        if native.serves_attention(key.shape[-1], query.dtype, query.device):
+        if exact_cuda.serves(query.device):
+            output, lse = cuda.attend_causally(query, key, value, params)
+        elif native.serves_attention(key.shape[-1], query.dtype, query.device):
             output, lse = native.attend_causally(query, key, value, params)
         else:
             fill = (0, 0, 0, -length % CHUNK)

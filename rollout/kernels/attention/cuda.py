@@ -6,14 +6,27 @@ graph replays any later batch of as many sequences after `prepare` alone.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.util
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rollout.kernels.attention import splits
 from rollout.kernels.attention.base import AttentionBackend, AttentionParams, LayerShape, RaggedBatch
 from rollout.kernels.norms import Deferred, deferred_heads
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton, which has no wheels beyond Linux, is installed."""
+    return importlib.util.find_spec("triton") is not None
+
+
+BLOCK_SIZE = 16
+"""Positions a block of a cache that is made for one call; the bits don't depend on it."""
 
 
 class StepBuffers:
@@ -147,3 +160,46 @@ class TritonAttention(AttentionBackend):
             self._fitting[layer] = tiles.rows // group
         output: Tensor = self._kernels.paged_attention(query, keys, values, self._plan, params)
         return output
+
+
+def attend_causally(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
+    """Whole sequences of one length attend to themselves, with the bits that `TritonAttention` gives their tokens.
+
+    query (sequences · kv_heads, groups, length, dim); key and value (sequences · kv_heads, length, dim); sinks, where
+    there are any, (kv_heads · groups,). Returns the output (…, groups, length, value_dim) in the query's dtype, and
+    each row's log of its sum of exponentials (…, groups, length), float32.
+    """
+    kernels = importlib.import_module("rollout.kernels.attention.triton_paged")
+    rows, groups, length, _ = query.shape
+    kv_heads = 1 if params.sinks is None else params.sinks.numel() // groups  # else every row is as good as a sequence
+    sequences, per_sequence = rows // kv_heads, -(-length // BLOCK_SIZE)
+
+    def paged(tensor: Tensor) -> Tensor:
+        filled = pad(tensor, (0, 0, 0, per_sequence * BLOCK_SIZE - length))
+        by_token = filled.view(sequences, kv_heads, per_sequence * BLOCK_SIZE, -1).transpose(1, 2)
+        return by_token.reshape(sequences * per_sequence, BLOCK_SIZE, kv_heads, -1)
+
+    def ints(*range_of: int) -> Tensor:
+        return torch.arange(*range_of, dtype=torch.int32, device=query.device)
+
+    contexts = torch.full((sequences,), length, dtype=torch.int32, device=query.device)
+    plan = splits.PagedPlan(
+        query_start=ints(0, sequences * length + 1, length),
+        context_lens=contexts,
+        block_tables=ints(sequences * per_sequence).view(sequences, per_sequence),
+        places=contexts,
+        shared=contexts,
+        members=contexts,
+        num_places=0,
+        split_size=splits.SPLIT_SIZE,
+        max_splits=-(-length // splits.SPLIT_SIZE),
+        has_decodes=length == 1,
+        has_chunks=length > 1,
+    )
+    flat = query.view(sequences, kv_heads, groups, length, -1).permute(1, 2, 0, 3, 4)
+    flat = flat.reshape(kv_heads * groups, sequences * length, -1)
+    lse = torch.empty(sequences * length, kv_heads * groups, dtype=torch.float32, device=query.device)
+    output = kernels.paged_attention(flat, paged(key), paged(value), plan, params, lse)
+    by_row = output.view(sequences, length, kv_heads, groups, -1).permute(0, 2, 3, 1, 4)
+    lse = lse.view(sequences, length, kv_heads, groups).permute(0, 2, 3, 1)
+    return by_row.reshape(rows, groups, length, -1), lse.reshape(rows, groups, length)
