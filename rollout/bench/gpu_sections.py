@@ -62,7 +62,8 @@ class Place:
             noise = torch.randn(parameter.shape, generator=generator)
             scale = 1.5 * parameter.shape[-1] ** -0.5
             parameter.data = 1 + 0.1 * noise if parameter.ndim == 1 else noise * scale
-        return made.eval().requires_grad_(False).to(self.device, dtype)
+        made.eval().requires_grad_(False).to(self.device, dtype)
+        return made
 
     def saved(self, model: PreTrainedModel) -> Path:
         """The folder of this model."""
@@ -95,7 +96,7 @@ class Place:
     def engine(self, path: Path, **config: Any) -> Engine:
         """An engine with room for a few hundred tokens, unless `config` says otherwise."""
         small = {"num_gpu_blocks_override": 256, "block_size": 16, "max_model_len": 256, "max_num_seqs": 8, "seed": 0}
-        return Engine(EngineConfig(model=str(path), device=self.device.type, **{**small, **config}))
+        return Engine(EngineConfig(model=str(path), device=self.device.type, **{**small, **config}))  # type: ignore[arg-type]
 
 
 def serve(engine: Engine, prompts: Sequence[list[int]], tokens: int = 12) -> list[tuple[list[int], list[float]]]:
@@ -127,7 +128,7 @@ def gap(model: PreTrainedModel, prompt: list[int], ids: list[int], logprobs: lis
     row = torch.tensor([prompt + ids], device=model.device)
     table = model(input_ids=row, use_cache=False).logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
     wanted = table.gather(-1, row[0, len(prompt) :, None])[:, 0].cpu()
-    return (wanted - torch.tensor(logprobs)).abs().max().nan_to_num(math.inf).item()
+    return float((wanted - torch.tensor(logprobs)).abs().max().nan_to_num(math.inf))
 
 
 def agree(model: PreTrainedModel, engine: Engine, count: int = 5) -> str:
@@ -172,7 +173,7 @@ def kernels(at: Place) -> Found:
         assert worst < 0.02, f"head size {dim}: off by {worst:.3g}"
         yield f"attention, head size {dim}, {group} to a key", f"max |Δ| {worst:.2g}"
     experts = importlib.import_module("rollout.kernels.triton_experts")
-    module = at.model("qwen3_moe", 0).get_decoder().layers[0].mlp.experts  # type: ignore[union-attr, operator]
+    module = at.model("qwen3_moe", 0).get_decoder().layers[0].mlp.experts
     for tokens in (3, 20 if at.dry else 500):
         x = torch.randn(tokens, SMALL["hidden_size"], device=at.device)
         weights, chosen = torch.rand(tokens, SMALL["num_experts"], device=at.device).topk(2)
@@ -237,7 +238,7 @@ def capture(at: Place) -> Found:
         if not at.dry and torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
 
-    runner.model.get_decoder().layers[0].register_forward_pre_hook(wait)  # type: ignore[union-attr, operator]
+    runner.model.get_decoder().layers[0].register_forward_pre_hook(wait)
     graphs: dict[int, Graph] = {}
     runner.graphs = DecodeGraphs(runner._model, runner.backend, 8, refuse if at.dry else CudaGraphs(at.device))
     with torch.inference_mode():

@@ -65,7 +65,7 @@ def make_invariant(parameters: ModelParameters) -> JoinedWeights:
     fuse_norms(parameters.model)
     for module in parameters.model.modules():
         if type(module) is nn.Linear:
-            module.forward = _in_blocks(module)  # type: ignore[method-assign]
+            module.forward = _in_blocks(module)  # type: ignore[method-assign, assignment]
     return JoinedWeights(parameters, names=())
 
 

@@ -7,10 +7,10 @@ model's layers (what a layer leaves is freed before the next) by FakeTensorMode,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -99,13 +99,11 @@ class PlannedRunner(runner.ModelRunner):
         free = self._free_at_start - weights
         if free < 0:
             return "too small for the weights"
-        stands: dict[str, Callable[..., Any]] = {
-            "mem_get_info": lambda device: (free, card * 10**9), "empty_cache": lambda: None,
-        }  # fmt: skip
         with (
-            mock.patch.multiple(torch.cuda, **stands),
+            mock.patch.object(torch.cuda, "mem_get_info", return_value=(free, card * 10**9)),
+            mock.patch.object(torch.cuda, "empty_cache"),
             mock.patch.object(runner, "peak_bytes", lambda device, work: work()),
-            mock.patch.object(runner.psutil, "virtual_memory", return_value=mock.Mock(available=1 << 40)),
+            mock.patch.object(psutil, "virtual_memory", return_value=mock.Mock(available=1 << 40)),
         ):
             needs = self._memory_needs(self.shapes)
         block_bytes = self.config.block_size * sum(shape.bytes_per_token(self.dtype) for shape in self.shapes)
@@ -128,5 +126,5 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
     print(table())
