@@ -140,6 +140,7 @@ def agree(model: PreTrainedModel, engine: Engine, count: int = 5) -> str:
 
 
 def versions(at: Place) -> Found:
+    """What is installed, and the device."""
     for name in ("torch", "transformers", "triton", "vllm"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield name, importlib.metadata.version(name)
@@ -150,6 +151,7 @@ def versions(at: Place) -> Found:
 
 
 def kernels(at: Place) -> Found:
+    """Paged attention against dense attention, experts against the loop over them."""
     from rollout.kernels.attention.cuda import TritonAttention
 
     dtype = torch.float16 if at.dry else torch.bfloat16  # Triton's interpreter multiplies no bfloat16
@@ -196,6 +198,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
 
 
 def engine(at: Place) -> Found:
+    """A dense model and a mixture of experts against transformers."""
     for kind in ("qwen3", "qwen3_moe"):
         for dtype in (torch.float32,) if at.dry else (torch.float32, torch.bfloat16):
             model = at.model(kind, 0, dtype)
@@ -207,6 +210,7 @@ def engine(at: Place) -> Found:
 
 
 def commits(at: Place) -> Found:
+    """Other weights again and again, each waiting for a reader: what serves, also by graphs, is the latest."""
     served = at.engine(at.saved(at.model("qwen3", 0)), dtype="float32")
     store, gaps = served.store, []
     for step in range(1, 3 if at.dry else 13):
@@ -291,6 +295,7 @@ def _held(at: Place, pid: int) -> int:
 
 
 def exact(at: Place) -> Found:
+    """Whether batch-invariant mode is accepted, and then a request's bits alone and in company."""
     for dtype in ("float32",) if at.dry else ("float32", "bfloat16"):
         model = at.model("qwen3", 0, getattr(torch, dtype))
         try:

@@ -33,6 +33,7 @@ SHAPES = {  # Qwen3-8B, and Qwen3-30B-A3B with 12 of its 48 layers
 
 
 def speed(at: Place) -> Found:
+    """Milliseconds of a decode step, by shape, number of sequences and engine."""
     sizes, tokens = ((2,), 2) if at.dry else ((1, 64, 256), 32)
     for name, (kind, shape) in SHAPES.items():
         path = at.folder / kind

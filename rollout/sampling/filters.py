@@ -145,6 +145,9 @@ def keep_top_k_top_p(logits: Tensor, rows: Rows) -> None:
     vocab_size = logits.shape[-1]
     limits = {r: _top_limits(rows[r], vocab_size) for r in rows.narrowing}
     pending = [r for r, limit in limits.items() if limit != (vocab_size, 1.0)]
+    if likeliest := [r for r in pending if limits[r][0] == 1]:
+        done = _keep_top(logits, likeliest, [(1, 1.0)] * len(likeliest), 1)
+        pending = [r for r in pending if r not in done]
     for width in (*(w for w in WIDTHS if w < vocab_size), vocab_size):
         tried = [r for r in pending if limits[r][0] <= width or limits[r][0] == vocab_size]
         if tried:
@@ -160,7 +163,7 @@ def _keep_top(logits: Tensor, rows: list[int], limits: list[tuple[int, float]], 
     top_k = torch.tensor([k for k, _ in limits], device=device)[:, None]
     values, ids = top_tokens(part, width)
     keep = torch.arange(width, device=device) < top_k
-    done = torch.ones(len(rows), dtype=torch.bool, device=device)
+    done = None  # all
     if any(p < 1 for _, p in limits):
         top_p = torch.tensor([p if p < 1 else math.inf for _, p in limits], dtype=torch.float64, device=device)[:, None]
         mass = (part.softmax(-1).gather(-1, ids).double() * MASS).round() * keep
@@ -169,11 +172,12 @@ def _keep_top(logits: Tensor, rows: list[int], limits: list[tuple[int, float]], 
         keep &= found - mass < needed
         if width < vocab_size:
             done = ((found[:, -1:] >= needed) | (top_k <= width)).squeeze(-1)
-    if not done.all():
+    if done is not None and not done.all():
         index, ids, values, keep = index[done], ids[done], values[done], keep[done]
+        rows = index.tolist()
     logits.index_fill_(0, index, -math.inf)
     logits[index[:, None], ids] = values.masked_fill(~keep, -math.inf)
-    return set(index.tolist())
+    return set(rows)
 
 
 def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -182,6 +186,10 @@ def top_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if k >= vocab_size:
         values, ids = logits.sort(dim=-1, descending=True, stable=True)
         return values, ids
+    if k == 1:
+        values = logits.amax(-1, keepdim=True)
+        ids = torch.arange(vocab_size, dtype=torch.int32, device=logits.device)
+        return values, torch.where(logits == values, ids, vocab_size).amin(-1, keepdim=True).long()
     values, ids = logits.topk(k + 1)  # which of several equal values it takes, and in which order, is not specified
     last = values[:, k - 1 : k]
     torn = (values[:, k:] == last).squeeze(-1).nonzero().squeeze(-1)  # rows where a tie goes beyond the k-th

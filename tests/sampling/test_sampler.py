@@ -15,7 +15,7 @@ from rollout.outputs import FinishReason, TokenLogprob, TokenOutput, mask_ids
 from rollout.sampling import filters, sampler
 from rollout.sampling.filters import filter_logits, is_filtered, top_tokens
 from rollout.sampling.params import SamplingParams
-from rollout.sampling.rows import RequestFilters, SamplingRow
+from rollout.sampling.rows import RequestFilters, Rows, SamplingRow
 from rollout.sampling.sampler import Sampler, draw, philox4x32, uniforms
 from tests.support.trace import count_lines
 
@@ -246,7 +246,7 @@ def test_a_batch_is_drawn_in_one_pass_where_no_row_asks_for_more_than_a_temperat
     params: dict[str, Any], filtered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler, "is_fast", lambda: True)
-    needed = Sampler()._needed_filtered(torch.zeros(2, VOCAB), [make_row(), make_row(**params)])
+    needed = Sampler()._needed_filtered(torch.zeros(2, VOCAB), Rows([make_row(), make_row(**params)]))
     assert (needed is not None) == filtered
 
 
