@@ -318,8 +318,8 @@ def test_trainers_that_are_taken_over_in_a_receive_hold_one_set_of_weights_at_mo
     made: list[weakref.ref[ParameterSet]] = []
     new_set = ModelParameters.new_set
 
-    def counting(parameters: ModelParameters) -> ParameterSet:
-        fresh = new_set(parameters)
+    def counting(parameters: ModelParameters, **options: Any) -> ParameterSet:
+        fresh = new_set(parameters, **options)
         made.append(weakref.ref(fresh))
         return fresh
 
