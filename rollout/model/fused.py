@@ -73,17 +73,17 @@ class PackedWeights:
         """Compute all layers when the first one is called; the others hand out their share."""
         packed = self._add(layers)
         widths = [layer.out_features for layer in layers]
-        shares: list[Tensor] = []
+        shares: dict[int, Tensor] = {}  # until they are handed out: nothing of a step may outlive its layer
 
         def first(x: Tensor) -> Tensor:
             y = packed().multiply(x)
             if len(widths) > 1:
-                shares[:] = torch.split_with_sizes(y, widths, -1)
-                y = shares[0]
+                shares.update(enumerate(torch.split_with_sizes(y, widths, -1)))
+                y = shares.pop(0)
             return y
 
         def other(number: int) -> Callable[[Tensor], Tensor]:
-            return lambda x: shares[number]
+            return lambda x: shares.pop(number)
 
         for number, layer in enumerate(layers):
             layer.forward = other(number) if number else first  # type: ignore[method-assign, assignment]

@@ -71,18 +71,18 @@ def _together(tensors: list[Tensor]) -> Tensor | None:
 def _join(layers: list[nn.Linear]) -> None:
     """Compute all layers when the first one is called; the others hand out their share."""
     widths = [layer.out_features for layer in layers]
-    shares: list[Tensor] = []
+    shares: dict[int, Tensor] = {}  # until they are handed out: nothing of a step may outlive its layer
 
     def first(x: Tensor) -> Tensor:
         weight, *bias = map(_together, _tensors(layers))
         if weight is None or any(b is None for b in bias):
-            shares[:] = [nn.functional.linear(x, layer.weight, layer.bias) for layer in layers]
+            shares.update(enumerate(nn.functional.linear(x, layer.weight, layer.bias) for layer in layers))
         else:
-            shares[:] = nn.functional.linear(x, weight, *bias).split(widths, -1)
-        return shares[0]
+            shares.update(enumerate(nn.functional.linear(x, weight, *bias).split(widths, -1)))
+        return shares.pop(0)
 
     def other(number: int) -> Callable[[Tensor], Tensor]:
-        return lambda x: shares[number]
+        return lambda x: shares.pop(number)
 
     for number, layer in enumerate(layers):
         layer.forward = other(number) if number else first  # type: ignore[method-assign, assignment]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto import CONFIG_MAPPING
 
@@ -129,6 +130,17 @@ def test_joined_weights_follow_commits_and_moves() -> None:
     assert joined._together([mlp.gate_proj.weight, mlp.up_proj.weight]) is not None
     assert torch.allclose(mlp.gate_proj(x), doubled)
     assert all(slot.data_ptr() == parameters.live.tensors[name].data_ptr() for name, slot in parameters.slots.items())
+
+
+def test_what_a_joined_product_computed_goes_with_its_layer() -> None:
+    model = build("llama")
+    layer = model.model.layers[1].mlp
+    joined.JoinedWeights(ModelParameters(model, "copy"))
+    gate, up = layer.gate_proj(x := torch.randn(1, 3, 64)), layer.up_proj(x)
+    product = StorageWeakRef(gate.untyped_storage())
+    assert up.untyped_storage().data_ptr() == gate.untyped_storage().data_ptr()
+    del gate, up
+    assert product.expired()
 
 
 def test_a_norm_with_another_arithmetic_is_left_alone() -> None:
