@@ -166,6 +166,17 @@ def test_a_level_2_that_no_push_follows_generates_nothing(awake: Engine) -> None
     assert awake.step() == []
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_update_in_place_needs_no_pause_while_the_cache_sleeps(awake: Engine, level: int) -> None:
+    in_place = {"weight_staging": "in_place"}
+    awake.weights.call("init_weight_transfer_engine", {"init_info": {"backend": "disk"}}).result(30)
+    assert "/pause" in refusal(awake, "start_weight_update", **in_place).message
+    awake.sleeper.sleep(level)
+    awake.sleeper.wake_up(["weights"])
+    awake.weights.call("start_weight_update", in_place).result(30)
+    awake.weights.call("shutdown_weight_transfer_engine", {}).result(30)
+
+
 def test_it_sleeps_as_deep_as_the_deeper_of_two_calls(awake: Engine) -> None:
     sums = awake.store.checksums()
     for level in (1, 1):
