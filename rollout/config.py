@@ -78,6 +78,9 @@ class EngineConfig:
         "Compute attention by this. auto: native (compiled once) or torch on a CPU, triton on CUDA.",
     )
     tensor_parallel_size: int = flag(1, "Split every layer of one engine's model over this many devices.")
+    async_scheduling: bool | None = flag(
+        None, "Launch a step before the tokens of the one before it are read. Default: on CUDA, with one device."
+    )
     enforce_eager: bool = flag(False, "Never capture CUDA graphs.")
     enable_sleep_mode: bool = flag(
         False, "Serve /sleep and /wake_up: the memory of weights and KV cache goes to a trainer meanwhile."
@@ -103,6 +106,11 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
                 f"({self.max_num_seqs}): every running sequence decodes one token a step"
+            )
+        if self.async_scheduling and (self.tensor_parallel_size > 1 or self.enable_return_routed_experts):
+            raise ValueError(
+                "async_scheduling can't be had with tensor_parallel_size above 1 or enable_return_routed_experts: "
+                "both read every step on the host"
             )
         if not self.weight_update_timeout_s > 0:
             raise ValueError(f"weight_update_timeout_s must be positive, got {self.weight_update_timeout_s}")

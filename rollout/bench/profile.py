@@ -70,7 +70,7 @@ class StepTimer:
         self._wrap(runner, "copy_blocks", "copy blocks")
         self._wrap(runner.backend, "prepare", "attention: plan")
         self._wrap(runner.backend, "forward", "attention")
-        self._wrap(engine.sampler, "sample", "sample")
+        self._wrap(engine.sampler, "launch", "sample")
         head = runner.model.get_output_embeddings()
         for module in runner.model.modules():
             names = (phase for part, phase in MODULES if part in type(module).__name__)

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,14 +18,14 @@ from torch import Tensor
 from rollout.config import EngineConfig
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.request import Request, Sequence
-from rollout.engine.scheduler import Scheduler, SchedulerOutput
+from rollout.engine.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
 from rollout.engine.sleep import Sleeper
 from rollout.kernels.attention.base import RaggedBatch, ranges
 from rollout.messages import AbortRequests, AddRequest, EngineState
 from rollout.model.runner import ModelRunner
 from rollout.outputs import FinishReason, TokenOutput
 from rollout.rendezvous import device_uuid
-from rollout.sampling.sampler import NOT_FINITE, Sampler, nothing_sampled
+from rollout.sampling.sampler import NOT_FINITE, Drawn, Sampler, end_without_token
 from rollout.weights.snapshot import SnapshotKeeper, resume
 from rollout.weights.store import WeightStore
 from rollout.weights.updater import WeightUpdater
@@ -33,6 +34,17 @@ if TYPE_CHECKING:
     from rollout.tensor_parallel.team import Team
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A step that was launched and not read: an output, complete but for its token, for each sequence that samples."""
+
+    batch: SchedulerOutput
+    sequences: list[Sequence]
+    outputs: list[TokenOutput]
+    drawn: Drawn
+
 
 SLOW_FLOPS = 1e10
 """Operations a second that a CPU is taken to do until its first step was measured: few, so that this one is short."""
@@ -104,6 +116,9 @@ class Engine:
         )
         self.sleeper = Sleeper(self.runner, self.store, self.scheduler)
         self.sampler = Sampler(config.logprobs_mode, exact=config.batch_invariant)
+        on_cuda = self.runner.device.type == "cuda" and self.team is None and self.runner.routing is None
+        self._overlaps = on_cuda if config.async_scheduling is None else config.async_scheduling
+        self._flight: Flight | None = None
         self._eos = self.runner.eos_token_ids
         self._seeds = random.Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._arrivals = 0
@@ -191,29 +206,57 @@ class Engine:
     # -- the step
 
     def step(self) -> list[TokenOutput]:
-        """Commit weights that are ready; then schedule, forward, sample, stop, emit."""
-        self.commit_weights()
+        """Commit weights that are ready; then schedule, forward, sample, stop, emit.
+
+        With `async_scheduling` the tokens that come out are those of the step before: this one is launched first.
+        """
+        outputs = self.commit_weights()
         if self.halted:
-            return []
+            return outputs + self.land()
+        if self._flight is not None and self._flight.drawn.look_back:
+            outputs += self.land()
+        launched = self._launch()
+        outputs += self.land()
+        self._flight = launched
+        return outputs if self._overlaps else outputs + self.land()
+
+    def _launch(self) -> Flight | None:
+        """Schedule, forward, sample. None: there was nothing to do, or nothing that samples."""
         batch = self.scheduler.schedule()
         if not batch.scheduled:
-            return []
+            return None
         self.steps += 1
         self.step_since = time.monotonic()
-        logits = self._forward(batch)
-        sampled = self._sample(batch, logits)
-        self._keep_pace(batch)
-        for sequence, output in sampled:
+        flight = self._sample(batch, self._forward(batch))
+        if flight is None:
+            self._keep_pace(batch)
+        return flight
+
+    def land(self) -> list[TokenOutput]:
+        """Read what was launched; stop, emit. What has ended meanwhile gets no token."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return []
+        flight.drawn.write(flight.outputs)
+        self._keep_pace(flight.batch)
+        landed = []
+        for sequence, output in zip(flight.sequences, flight.outputs, strict=True):
+            sequence.in_flight -= 1
+            if sequence.request.sequences.get(sequence.index) is not sequence:
+                continue
+            if not sequence.request.prompt_is_finite:
+                end_without_token(output, NOT_FINITE)
             self._stop(sequence, output)
-        return [output for _, output in sampled]
+            landed.append(output)
+        self.scheduler.counters["sampled_tokens"] += sum([output.token_id is not None for output in landed])
+        return landed
 
     def _count_layer(self, *_: object) -> None:
         self.layers += 1
 
     def _keep_pace(self, batch: SchedulerOutput) -> None:
-        """The step has ended: on a CPU, let its speed say how much the next may prefill."""
-        assert self.step_since is not None
-        if self.runner.device.type == "cpu":
+        """A step was read: on a CPU, let its speed say how much the next may prefill."""
+        if self.runner.device.type == "cpu" and self.step_since is not None:
             self.scheduler.keep_pace(batch, time.monotonic() - self.step_since)
         self.step_since = None
 
@@ -229,8 +272,13 @@ class Engine:
         self.scheduler.epoch = self.store.epoch
         self.paused = state.paused
 
-    def commit_weights(self) -> None:
-        """Between two steps: flip to received weights, if a session waits for it."""
+    def commit_weights(self) -> list[TokenOutput]:
+        """Between two steps: flip to received weights, if a session waits for it. What was in flight lands before."""
+        if self.team is not None:
+            self.team.check()  # an idle engine, too, notices a lost rank
+        if self.weights.ready is None:
+            return []
+        outputs = self.land()
         began = time.perf_counter()
         commit = self.weights.commit_if_ready()
         if commit is not None:
@@ -238,22 +286,31 @@ class Engine:
             if self.snapshots is not None:
                 self.snapshots.request()
             self.commit_seconds = time.perf_counter() - began
+        return outputs
 
     def _forward(self, batch: SchedulerOutput) -> Tensor:
         """Compute the batch's tokens; float logits of the rows that sample, or whose prompt logprobs are asked for."""
         items = batch.scheduled
-        token_ids = [token for i in items for token in i.sequence.token_ids[i.start : i.start + i.count]]
+        token_ids = [token for i in items for token in self._tokens(i)]
         seats, starts, counts, heads = np.array([(i.sequence.seat, i.start, i.count, i.num_head_rows) for i in items]).T
         contexts, ends = starts + counts, np.cumsum(counts)
         tables = self.scheduler.tables[seats, : -(-contexts.max() // self.config.block_size)]
         ragged = RaggedBatch(np.append(0, ends), contexts, tables)
-        logits = self.runner.forward(np.array(token_ids), ragged, ranges(ends - heads, heads))
+        drawn = None if self._flight is None else self._flight.drawn.tokens
+        logits = self.runner.forward(np.array(token_ids), ragged, ranges(ends - heads, heads), drawn)
         self.runner.copy_blocks(batch.copies)
         self.scheduler.computed(batch)
         return logits
 
-    def _sample(self, batch: SchedulerOutput, logits: Tensor) -> list[tuple[Sequence, TokenOutput]]:
-        """One token for each sequence of the batch that samples, with what is known of its weights and cache."""
+    def _tokens(self, item: ScheduledSequence) -> list[int]:
+        """What the item computes; a token in flight as `ModelRunner.forward` has it, by its place in its step."""
+        sequence = item.sequence
+        if sequence.in_flight:
+            return [-1 - sequence.drawn_at]
+        return sequence.token_ids[item.start : item.start + item.count]
+
+    def _sample(self, batch: SchedulerOutput, logits: Tensor) -> Flight | None:
+        """Draw a token for each sequence of the batch that samples, and note what is known of its weights and cache."""
         sequences, rows, row = [], [], 0
         for item in batch.scheduled:
             if item.wants_prompt_rows:
@@ -262,29 +319,34 @@ class Engine:
             sequences += item.samples
             rows += [row - 1] * len(item.samples)
         if not sequences:
-            return []
+            return None
         if rows != list(range(len(logits))):
             logits = logits[rows]
-        outputs = self.sampler.sample(logits, [sequence.row for sequence in sequences])
-        epoch, version = self.store.epoch, self.store.label
-        for i, sequence in enumerate(sequences):
-            request = sequence.request
-            if not request.prompt_is_finite:
-                outputs[i] = nothing_sampled(sequence.row, NOT_FINITE)
-            output = outputs[i]
-            output.epoch, output.version, output.cached_tokens = epoch, version, sequence.cached_tokens
-            if sequence.kv_epoch is None:
-                output.kv = "mixed"
-            wanted = request.params.prompt_logprobs is not None and request.prompt_is_finite
-            if wanted and not request.prompt_logprobs_delivered:
-                output.prompt_logprobs, request.prompt_logprobs_delivered = list(request.prompt_logprobs), True
-            if self.runner.routing is not None:
-                # A row that was delivered stands, also where its token is computed again: it is what it sampled by.
-                computed = len(sequence.token_ids)
-                output.routed_experts = self.runner.routing.read(sequence.block_table, sequence.num_routed, computed)
-                sequence.num_routed = computed
-        self.scheduler.counters["sampled_tokens"] += sum([output.token_id is not None for output in outputs])
-        return list(zip(sequences, outputs, strict=True))
+        ahead = [sequence.in_flight for sequence in sequences]
+        drawn = self.sampler.launch(logits, [sequence.row for sequence in sequences], ahead)
+        outputs = []
+        for place, sequence in enumerate(sequences):
+            sequence.in_flight += 1
+            sequence.drawn_at = place
+            outputs.append(self._output(sequence))
+        return Flight(batch, sequences, outputs, drawn)
+
+    def _output(self, sequence: Sequence) -> TokenOutput:
+        """What is true of the token that was just drawn for the sequence, but for the token."""
+        request = sequence.request
+        output = TokenOutput(request.request_id, sequence.index, epoch=self.store.epoch, version=self.store.label)
+        output.cached_tokens = sequence.cached_tokens
+        if sequence.kv_epoch is None:
+            output.kv = "mixed"
+        wanted = request.params.prompt_logprobs is not None and request.prompt_is_finite
+        if wanted and not request.prompt_logprobs_delivered:
+            output.prompt_logprobs, request.prompt_logprobs_delivered = list(request.prompt_logprobs), True
+        if self.runner.routing is not None:
+            # A row that was delivered stands, also where its token is computed again: it is what it sampled by.
+            computed = len(sequence.token_ids)
+            output.routed_experts = self.runner.routing.read(sequence.block_table, sequence.num_routed, computed)
+            sequence.num_routed = computed
+        return output
 
     def _collect_prompt_logprobs(self, request: Request, start: int, logits: Tensor) -> None:
         """Keep the logprobs of the prompt tokens that these rows, from position `start` on, predict."""

@@ -111,16 +111,18 @@ class KVCache:
 
     def prompt_key(self, sequence: Sequence) -> PromptKey | None:
         """Equal for sequences that may sample from one row of logits; None where this one computes its own."""
-        if not self.enable_prefix_caching or sequence.request.needs_every_prompt_row or sequence.output_len:
+        sampled = len(sequence.token_ids) + sequence.in_flight > sequence.prompt_len
+        if not self.enable_prefix_caching or sequence.request.needs_every_prompt_row or sampled:
             return None
         return sequence.request.prompt_key
 
     def register(self, sequence: Sequence, epoch: int) -> None:
-        """Enter the sequence's full computed blocks, if this epoch's weights computed all of them."""
+        """Enter the sequence's full computed blocks of known tokens, if this epoch's weights computed all of them."""
         if not self.enable_prefix_caching or sequence.kv_epoch != epoch:
             return
         node: Node = sequence.prefix_node or (epoch, sequence.request.cache_salt)
-        for index in range(sequence.num_registered, sequence.num_computed // self.block_size):
+        known = min(sequence.num_computed, len(sequence.token_ids))
+        for index in range(sequence.num_registered, known // self.block_size):
             edge = (node, self._tokens(sequence, index))
             cached = self._children.get(edge)
             if cached is None:

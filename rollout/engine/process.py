@@ -154,7 +154,7 @@ class EngineProcess:
             self._wake.recv(4096)
         while self.inbox.poll(0):
             self._handle(self._decode(self.inbox.recv()))
-        self.engine.commit_weights()  # the step would, but the trainer need not wait for the rest of it
+        self._emit(self.engine.commit_weights())  # the step would, but the trainer need not wait for the rest of it
         while not self._answers.empty():
             self._send(self._answers.get())
         self._emit(self.engine.step())
@@ -212,6 +212,7 @@ class EngineProcess:
             return False
         if mode == "abort":
             self._emit(self.engine.abort(AbortRequests(None)))
+        self._emit(self.engine.land())
         return True
 
     def _end_wait(self, method: str, done: str) -> None:

@@ -72,7 +72,8 @@ class Sequence:
     are the request's other sequences, as long as they wait for this one, their `leader`, to compute their common
     prompt. `seat` is its row of the scheduler's tables while it runs. `tokens_of` counts the tokens that each weight
     epoch sampled. `prefill_len` is how many tokens it had when it was admitted last. The routing of the first
-    `num_routed` tokens has been delivered. `row` is what the sampler keeps of it. `order` is its place in the
+    `num_routed` tokens has been delivered. `in_flight` tokens were drawn that the host hasn't read, the last of them in
+    place `drawn_at` of its step. `row` is what the sampler keeps of it. `order` is its place in the
     scheduler's lists.
     """
 
@@ -88,6 +89,8 @@ class Sequence:
     cached_tokens: int = 0
     num_routed: int = 0
     seat: int = -1
+    in_flight: int = 0
+    drawn_at: int = -1
     tokens_of: Counter[int] = field(default_factory=Counter)
     siblings: list[Sequence] = field(default_factory=list)
     leader: Sequence | None = None
@@ -106,8 +109,13 @@ class Sequence:
         return len(self.token_ids) - self.prompt_len
 
     @property
+    def num_tokens(self) -> int:
+        """Those in flight included."""
+        return len(self.token_ids) + self.in_flight
+
+    @property
     def num_to_compute(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        return self.num_tokens - self.num_computed
 
     @property
     def prefills(self) -> bool:

@@ -169,7 +169,7 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and allocate their blocks. An empty step means that there is nothing to do."""
         step = SchedulerOutput([])
-        decoding = sum([len(sequence.token_ids) - sequence.num_computed == 1 for sequence in self.running])
+        decoding = sum([s.in_flight + len(s.token_ids) - s.num_computed == 1 for s in self.running])
         in_time = max(LEAST_CHUNK, int(STEP_SECONDS / max(self.seconds_per_token, 1e-9)))
         self._prefill_budget = min(self.max_num_batched_tokens - decoding, in_time)
         self._head_rows = self.max_head_rows - decoding
@@ -184,7 +184,10 @@ class Scheduler:
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
-            decodes = len(sequence.token_ids) - sequence.num_computed == 1
+            if sequence.in_flight and sequence.output_len + sequence.in_flight >= sequence.request.max_tokens:
+                index += 1  # its last token is in flight
+                continue
+            decodes = sequence.in_flight + len(sequence.token_ids) - sequence.num_computed == 1
             count = 1 if decodes else self._chunk(sequence, sequence.num_computed)
             room = len(sequence.block_table) * self.kv.block_size
             if sequence.num_computed + count > room and not self._make_room(sequence, count):
@@ -259,7 +262,7 @@ class Scheduler:
     def _append(self, step: SchedulerOutput, sequence: Sequence, count: int, *, reserved: bool) -> None:
         start = sequence.num_computed
         wants_prompt_rows = start < sequence.prompt_len - 1 and sequence.request.needs_every_prompt_row
-        samples = [sequence] if start + count == len(sequence.token_ids) else []
+        samples = [sequence] if start + count == len(sequence.token_ids) + sequence.in_flight else []
         head_rows = count if wants_prompt_rows else len(samples)
         item = ScheduledSequence(sequence, start, count, wants_prompt_rows, head_rows, samples)
         if not reserved:

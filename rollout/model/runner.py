@@ -230,18 +230,26 @@ class ModelRunner:
         self.backend.free()
 
     @torch.inference_mode()
-    def forward(self, token_ids: np.ndarray, batch: RaggedBatch, head_rows: np.ndarray) -> Tensor:
-        """Compute the flat row `token_ids` (tokens,) int64 of `batch`.
+    def forward(
+        self, token_ids: np.ndarray, batch: RaggedBatch, head_rows: np.ndarray, drawn: Tensor | None = None
+    ) -> Tensor:
+        """Compute the flat row `token_ids` (tokens,) int64 of `batch`; -1 - i stands for `drawn[i]`, on the device.
 
         Returns the logits (rows, vocab) of the tokens whose numbers are `head_rows` (rows,) int64, ascending.
         """
-        logits = self._compute(token_ids, batch, head_rows)
+        logits = self._compute(token_ids, batch, head_rows, drawn)
         if self.routing is not None:
             self.routing.store(batch)
         return logits
 
-    def _compute(self, token_ids: np.ndarray, batch: RaggedBatch, head_rows: np.ndarray) -> Tensor:
-        inputs, head = torch.from_numpy(np.stack([token_ids, batch.positions])), torch.from_numpy(head_rows)
+    def _compute(
+        self, token_ids: np.ndarray, batch: RaggedBatch, head_rows: np.ndarray, drawn: Tensor | None
+    ) -> Tensor:
+        inputs, head = self._to_device(np.stack([token_ids, batch.positions])), self._to_device(head_rows)
+        if drawn is not None:
+            ids = inputs[0]
+            late = drawn[(-1 - ids).clamp(min=0)].long().clamp(0, self.vocab_size - 1)  # no token may be there
+            inputs[0] = torch.where(ids < 0, late, ids)
         if self.graphs is not None and len(head) == batch.num_tokens:
             logits = self.graphs.run(self.parameters.live.graphs, inputs[0], inputs[1], batch)
             if logits is not None:
@@ -249,8 +257,13 @@ class ModelRunner:
         self.backend.prepare(batch)
         if self.config.batch_invariant and not self._serves_triton:
             inputs, head = fill_up(inputs, self.dtype), fill_up(head, self.dtype)
-        inputs = inputs.to(self.device)
-        return self._model(inputs[0:1], inputs[1:2], head.to(self.device))[: len(head_rows)]
+        return self._model(inputs[0:1], inputs[1:2], head)[: len(head_rows)]
+
+    def _to_device(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if torch.cuda.is_available():
+            tensor = tensor.pin_memory()  # else the copy would wait for the step before
+        return tensor.to(self.device, non_blocking=True)
 
     def _model(self, input_ids: Tensor, position_ids: Tensor, head_rows: Tensor) -> Tensor:
         with serving(self.backend):

@@ -175,7 +175,9 @@ class Rows(list[SamplingRow]):
     `allowed_token_ids`), `biased`, `banning`, `penalizing`, `narrowing` (to the likeliest tokens) and `greedy` list the
     rows, by their places, that a filter may have work with; `drawing` are those that aren't greedy. `only_scale`:
     no filter ever does more than divide by a temperature. `want_one_logprob`: at most the sampled token's is asked for.
-    `temperatures` and `min_ps` are (rows,) float64, `noise` is each row's seed and sample index, (2, rows) uint64.
+    `look_back`: the filters of one change with each token. `temperatures` and `min_ps` are (rows,) float64, `noise` is
+    each row's seed and sample index, (2, rows) uint64; `ahead`, uint64, is how many tokens further than its `position`
+    a row draws: it hasn't been told yet which they are.
     """
 
     def __init__(self, rows: Iterable[SamplingRow] = ()) -> None:
@@ -191,6 +193,8 @@ class Rows(list[SamplingRow]):
         self.temperatures = np.array([f.temperature for f in filters], np.float64)
         self.min_ps = np.array([f.params.min_p for f in filters], np.float64)
         self.noise = np.array([[row.seed for row in self], [row.index for row in self]], np.uint64)
+        self.ahead = np.zeros(1, np.uint64)
+        self.look_back = bool(self.banning or self.penalizing)
         idle = not (self.limited or self.biased or self.banning or self.penalizing or self.narrowing)
         self.only_scale = bool(idle and not self.min_ps.any())
         self.want_one_logprob = not any(f.params.logprobs or f.params.logprob_token_ids for f in filters)

@@ -7,7 +7,8 @@ import importlib
 import importlib.util
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -28,6 +29,19 @@ NO_LOGPROB = -9999.0  # what the protocol sends for -inf and NaN
 BLOCK = 256  # tokens in one block of the two-level draw; a power of two
 PROMPT_ROWS = 128  # rows of prompt logits that are worked on at once, which bounds the memory it takes
 MASK_ENTRIES = 1 << 22  # logits whose support is read at once, likewise
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The tokens of a step, on their way to the host: (rows,) of any dtype, on the device they were drawn on.
+
+    `write` waits for them, and for nothing that was launched after them, and completes one output a row. `look_back`:
+    a row must be told its token before the next is drawn.
+    """
+
+    tokens: Tensor
+    look_back: bool
+    write: Callable[[Sequence[TokenOutput]], None]
 
 
 class Sampler:
@@ -54,13 +68,24 @@ class Sampler:
         """
         if len(rows) != len(logits):
             raise ValueError(f"logits of {len(logits)} rows can't be sampled for {len(rows)} requests: pass one a row")
-        if not rows:
-            return []
+        outputs = [TokenOutput(row.request_id, row.index) for row in rows]
+        if outputs:
+            self.launch(logits, rows).write(outputs)
+        return outputs
+
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, rows: Sequence[SamplingRow], ahead: Sequence[int] = ()) -> Drawn:
+        """The first part of `sample`, for at least one row: `Drawn.write` is the second.
+
+        `ahead[i]`, 0 by default, is how many tokens were drawn for row i that it wasn't told yet: none where it must
+        be told each before the next (`Rows.look_back`).
+        """
         if rows != self._rows:
             self._rows = Rows(rows)
         rows = self._rows
+        rows.ahead = np.array(ahead or [0], np.uint64)
         if not self.exact and _drawn_by_triton(logits) and rows.want_one_logprob and _only_scale(rows, logits):
-            return self._sample_plain(logits, rows)
+            return self._launch_plain(logits, rows)
         filtered = self._needed_filtered(logits, rows)
         tokens = _draw_scaled(logits, rows) if filtered is None else _choose(filtered, rows)
         source = logits if filtered is None or self.logprobs_mode == "raw_logprobs" else filtered
@@ -80,33 +105,45 @@ class Sampler:
         for k, members in groups.items():
             tensors += _logprob_table(_take(source, members), _take(tokens, members), k)
 
-        arrays = iter(_to_host(tensors))
-        ids = next(arrays).astype(int).tolist()
-        numbers, some = next(arrays), next(arrays)
-        sampled = [TokenOutput(row.request_id, row.index, token) for row, token in zip(rows, ids, strict=True)]
-        for members in groups.values():
-            for r, entries in zip(members, _entries([ids[r] for r in members], *islice(arrays, 4)), strict=True):
-                sampled[r].logprobs = entries
-        for r in tracked:
-            asked = rows[r].filters.params.logprob_token_ids or ()
-            sampled[r].logprobs = _logprobs_of(source[r], [ids[r], *asked])
-        for r, mask in zip(masked, [] if filtered is None else _masks(filtered, masked), strict=True):
-            sampled[r].sampling_mask = mask.tobytes()
-        for r in np.flatnonzero((numbers == 0) | (some == 0)).tolist():
-            sampled[r] = nothing_sampled(rows[r], NO_TOKEN_LEFT if numbers[r] else NOT_FINITE)
-        return sampled
+        read = _send(tensors)
+        # These read the device themselves, and the logits, which the next step may overwrite.
+        masks = [mask.tobytes() for mask in _masks(filtered, masked)] if filtered is not None and masked else []
+        entries_of = {r: _logprobs_of(source[r], rows[r].filters.params.logprob_token_ids, tokens[r]) for r in tracked}
 
-    def _sample_plain(self, logits: Tensor, rows: Rows) -> list[TokenOutput]:
-        """`sample` where no row asks for more than a token, its logprob and its rank: a copy, a launch and a read."""
+        def write(outputs: Sequence[TokenOutput]) -> None:
+            arrays = iter(read())
+            ids = next(arrays).astype(int).tolist()
+            numbers, some = next(arrays), next(arrays)
+            for output, token in zip(outputs, ids, strict=True):
+                output.token_id = token
+            for members in groups.values():
+                for r, entries in zip(members, _entries([ids[r] for r in members], *islice(arrays, 4)), strict=True):
+                    outputs[r].logprobs = entries
+            for r, entries in entries_of.items():
+                outputs[r].logprobs = entries
+            for r, mask in zip(masked, masks, strict=True):
+                outputs[r].sampling_mask = mask
+            for r in np.flatnonzero((numbers == 0) | (some == 0)).tolist():
+                end_without_token(outputs[r], NO_TOKEN_LEFT if numbers[r] else NOT_FINITE)
+
+        return Drawn(tokens, rows.look_back, write)
+
+    def _launch_plain(self, logits: Tensor, rows: Rows) -> Drawn:
+        """`launch` where no row asks for more than a token, its logprob and its rank: a copy, a launch and a read."""
         processed = self.logprobs_mode == "processed_logprobs"
-        (table,) = _to_host([_triton().sample(logits, _asked(logits, rows), processed=processed)])
-        sampled = []
-        for row, (token, logprob, rank, sound) in zip(rows, table.tolist(), strict=True):
-            entry = TokenLogprob(int(token), logprob, int(rank))
-            logprobs = None if row.filters.params.logprobs is None else [entry]
-            output = TokenOutput(row.request_id, row.index, entry.token_id, logprobs)
-            sampled.append(output if sound else nothing_sampled(row, NOT_FINITE))
-        return sampled
+        table = _triton().sample(logits, _asked(logits, rows), processed=processed)
+        read = _send([table])
+
+        def write(outputs: Sequence[TokenOutput]) -> None:
+            (read_table,) = read()
+            for row, output, (token, logprob, rank, sound) in zip(rows, outputs, read_table.tolist(), strict=True):
+                output.token_id = int(token)
+                if row.filters.params.logprobs is not None:
+                    output.logprobs = [TokenLogprob(output.token_id, logprob, int(rank))]
+                if not sound:
+                    end_without_token(output, NOT_FINITE)
+
+        return Drawn(table[:, 0], rows.look_back, write)
 
     def _needed_filtered(self, logits: Tensor, rows: Rows) -> Tensor | None:
         """What the tokens are drawn from; None where they come from `logits` in one pass, and nothing else needs it."""
@@ -134,9 +171,10 @@ class Sampler:
         return result
 
 
-def nothing_sampled(row: SamplingRow, why: str) -> TokenOutput:
-    """What ends a choice for which there is no token."""
-    return TokenOutput(row.request_id, row.index, finish_reason=FinishReason.ERROR, stop_reason=why)
+def end_without_token(output: TokenOutput, why: str) -> None:
+    """Let it end a choice for which there is no token."""
+    output.token_id = output.logprobs = output.sampling_mask = None
+    output.finish_reason, output.stop_reason = FinishReason.ERROR, why
 
 
 def _only_scale(rows: Rows, logits: Tensor) -> bool:
@@ -260,7 +298,7 @@ def uniforms(rows: Sequence[SamplingRow]) -> np.ndarray:
     if not isinstance(rows, Rows):
         rows = Rows(rows)
     seeds, samples = rows.noise
-    positions = np.array([row.position for row in rows], dtype=np.uint64)
+    positions = np.array([row.position for row in rows], dtype=np.uint64) + rows.ahead
     zero = np.zeros_like(seeds)
     words = philox4x32(np.stack([positions, zero, samples, zero]), np.stack([seeds & 0xFFFFFFFF, seeds >> 32]))
     mantissas: np.ndarray = (words[1] << 32 | words[0]) >> 11
@@ -293,8 +331,9 @@ def _logprob_table(logits: Tensor, tokens: Tensor, k: int) -> list[Tensor]:
     return [chosen.squeeze(-1), rank, *top_tokens(logprobs, logprobs.shape[-1] if k == -1 else k)]
 
 
-def _logprobs_of(logits: Tensor, token_ids: Sequence[int]) -> list[TokenLogprob]:
-    """The logprobs and ranks of these tokens, each once and in this order, under log_softmax(logits) (vocab,)."""
+def _logprobs_of(logits: Tensor, token_ids: Sequence[int] | None, sampled: Tensor) -> list[TokenLogprob]:
+    """The logprobs and ranks of `sampled` () and these tokens, each once, under log_softmax(logits) (vocab,)."""
+    token_ids = [int(sampled), *(token_ids or ())]
     logprobs = torch.nan_to_num_(logits.float().log_softmax(-1), nan=NO_LOGPROB, neginf=NO_LOGPROB)
     unique = list(dict.fromkeys(token_ids))
     values = logprobs[unique]
@@ -337,8 +376,24 @@ def _take(tensor: Tensor, rows: list[int]) -> Tensor:
 
 
 def _to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """The tensors as arrays, by one copy from the device: float64 holds ids, counts and float32 values exactly."""
+    """The tensors as arrays."""
+    return _send(tensors)()
+
+
+def _send(tensors: Sequence[Tensor]) -> Callable[[], list[np.ndarray]]:
+    """Begin one copy of the tensors to the host, in float64, which holds ids, counts and float32 values exactly. The
+    function returned waits for it, and for nothing that was launched later."""
     parts = [t.reshape(-1).double() for t in tensors]
-    flat = (torch.cat(parts) if len(parts) > 1 else parts[0]).cpu().numpy()
-    ends = np.cumsum([t.numel() for t in tensors])[:-1]
-    return [part.reshape(t.shape) for part, t in zip(np.split(flat, ends), tensors, strict=True)]
+    flat = torch.cat(parts) if len(parts) > 1 else parts[0]
+    shapes, ends = [t.shape for t in tensors], np.cumsum([t.numel() for t in tensors])[:-1]
+    copied = torch.cuda.Event() if flat.device.type == "cuda" else None
+    if copied is not None:
+        flat = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat, non_blocking=True)
+        copied.record()
+
+    def read() -> list[np.ndarray]:
+        if copied is not None:
+            copied.synchronize()
+        return [part.reshape(shape) for part, shape in zip(np.split(flat.numpy(), ends), shapes, strict=True)]
+
+    return read

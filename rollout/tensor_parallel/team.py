@@ -220,8 +220,11 @@ class LeadingRunner(ModelRunner):
         super().__init__(config)
         self.team = team
 
-    def forward(self, token_ids: np.ndarray, batch: RaggedBatch, head_rows: np.ndarray) -> Tensor:
+    def forward(
+        self, token_ids: np.ndarray, batch: RaggedBatch, head_rows: np.ndarray, drawn: Tensor | None = None
+    ) -> Tensor:
         """As `ModelRunner.forward`. Raises FollowerLostError."""
+        assert drawn is None  # the followers know tokens only
         if self.team is None:
             return super().forward(token_ids, batch, head_rows)
         parts = (token_ids, batch.query_start, batch.context_lens, batch.block_tables, head_rows)

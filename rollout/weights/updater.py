@@ -58,8 +58,9 @@ class WeightUpdater:
 
     `timeout_s` bounds every single wait (a join, a broadcast, a pause between two calls of an open update), unless the
     trainer's `init_info.timeout_s` says otherwise. An update makes progress while its last sign of life is younger than
-    `progress_s`. `wake` is called, on any thread, when a commit waits for the engine; `info` adds weight_info fields;
-    `paused` tells, on the engine's thread, whether it is paused (calls that may start an in-place update come on it).
+    `progress_s`; `ready` is one whose checked set waits for its commit. `wake` is called, on any thread, when a commit
+    waits for the engine; `info` adds weight_info fields; `paused` tells, on the engine's thread, whether it is paused
+    (calls that may start an in-place update come on it).
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class WeightUpdater:
         self._ownership = Ownership()
         self._trainer = TrainerConnection(timeout_s, torch.device(device), self._expire, self._lock)
         self._update: Update | None = None
-        self._ready: Update | None = None
+        self.ready: Update | None = None
         self._state: State = "idle"
         self._log = UpdateLog()
         self._methods: dict[str, Callable[[dict[str, Any], Answer], None]] = {
@@ -116,16 +117,16 @@ class WeightUpdater:
         Where that overwrites weights that are being read, the commit is left to a later call, or waits for the readers
         for up to `timeout_s`.
         """
-        if self._ready is None:
+        if self.ready is None:
             return None
         with self._lock:
-            update = self._ready
+            update = self.ready
             if update is None or update.staging is None:
                 return None
             if not timeout_s and not self._store.can_commit(update.staging):
                 return None
             self._store.commit(update.staging, update.label, timeout_s=timeout_s)
-            self._ready = self._update = None
+            self.ready = self._update = None
             self._state = "committed"
             self._log.record(update, None, self._state, self._store)
             self._retire(update)
@@ -266,7 +267,7 @@ class WeightUpdater:
 
     def _make_ready(self, update: Update) -> None:
         update.touch()
-        self._state, self._ready = "ready", update
+        self._state, self.ready = "ready", update
         self._wake()
 
     def _call_abort_weight_update(self, params: dict[str, Any], answer: Answer) -> None:
@@ -376,7 +377,7 @@ class WeightUpdater:
 
     def _abort(self, update: Update, error: WeightUpdateError) -> None:
         """Drop the update. Its buffers return to the store once its thread can't write into them any more."""
-        self._update = self._ready = None
+        self._update = self.ready = None
         self._state = "aborted"
         update.over = True
         if update.busy:

@@ -8,6 +8,7 @@ top_k, top_p and several logprobs choose their rows by a mask, which waits for t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def test_every_filter_and_draw_stays_on_the_device(
         read.append(len(tensors))
         return [np.zeros(tuple(tensor.shape)) for tensor in tensors]
 
-    monkeypatch.setattr(sampler, "_to_host", to_host)
+    monkeypatch.setattr(sampler, "_send", lambda tensors: partial(to_host, tensors))
     words = [[4, 5, 7], [9]] if case == "bad words" else []
     filters = RequestFilters(SamplingParams(**{"temperature": 1.0, **CASES[case]}), [1, 2, 3], words, [0])
     rows = [SamplingRow(filters, seed, 0, [4, 5]) for seed in range(ROWS)]
