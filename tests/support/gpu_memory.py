@@ -85,7 +85,7 @@ class PlannedRunner(runner.ModelRunner):
             self._peaks[tokens, rows] = peak.peak
         return self._peaks[tokens, rows]
 
-    def forward(self, token_ids: Any, batch: RaggedBatch, head_rows: Any) -> Any:
+    def forward(self, token_ids: Any, batch: RaggedBatch, head_rows: Any, drawn: Any = None) -> Any:
         return self.traced(len(token_ids), len(head_rows))
 
     def _backend(self, *args: Any) -> Any:
