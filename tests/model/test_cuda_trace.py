@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 from transformers.models.auto import CONFIG_MAPPING
 
 from rollout.config import EngineConfig
 from rollout.kernels import triton_layers
 from rollout.kernels.attention import splits, triton_paged
-from rollout.kernels.attention.base import ATTENTION_NAME, AttentionBackend, AttentionParams, RaggedBatch, serving
+from rollout.kernels.attention.base import AttentionBackend, AttentionParams, RaggedBatch, serving
 from rollout.kernels.attention.cuda import TritonAttention
 from rollout.kernels.norms import NormKind
 from rollout.model import fused_cuda, loader
@@ -28,13 +28,12 @@ from rollout.weights.store import WeightStore
 from tests.model.test_loader import COMMON, MOE, SERVED
 from tests.model.test_rotary import CASES, SIZES
 from tests.support import tiny_models
-from tests.support.fake_cuda import Launches, fake_cuda
+from tests.support.fake_cuda import CUDA, Launches, cuda_model, fake_cuda
 from tests.support.triton_launches import Launch, LaunchRecorder
 
 triton_experts = pytest.importorskip("rollout.kernels.triton_experts", exc_type=ImportError)
 
 ROWS = 64
-CUDA = torch.device("cuda:0")
 ARCHITECTURES: dict[str, PretrainedConfig] = {
     **{name: tiny_models.config(name) for name in tiny_models.NAMES},
     **{name: CONFIG_MAPPING[name](**config) for name, config in SERVED.items()},
@@ -79,14 +78,6 @@ class TracedAttention(TritonAttention):
         assert params.sinks is None or params.sinks.device == CUDA
         self.attended.append((query.dtype, query.device))
         return query.new_empty(query.shape[1], query.shape[0], self.layers[layer].value_dim)
-
-
-def cuda_model(config: PretrainedConfig) -> PreTrainedModel:
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
-    model = model.eval().requires_grad_(False)
-    model.set_attn_implementation(ATTENTION_NAME)
-    return model
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

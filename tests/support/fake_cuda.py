@@ -23,13 +23,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from triton.runtime.jit import KernelInterface
+
+from rollout.kernels.attention.base import ATTENTION_NAME
 
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 static c10::impl::DeviceGuardImplRegistrar guard(
     c10::DeviceType::CUDA, new c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>());
 """
+CUDA = torch.device("cuda:0")
 NO_LAUNCH = frozenset(
     {"alias", "as_strided", "chunk", "detach", "diagonal", "device", "empty", "empty_like", "empty_strided", "expand",
      "expand_as", "is_same_size", "lift_fresh", "new_empty", "permute", "_reshape_alias", "reshape", "select", "slice",
@@ -53,6 +57,14 @@ def _load_guard() -> None:
     ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, text=True, timeout=240)
     ctypes.CDLL(str(folder / "guard.so"))
+
+
+def cuda_model(config: PretrainedConfig) -> PreTrainedModel:
+    """A model in bfloat16 on the fake device, with the attention that the engine plugs in. In `fake_cuda`."""
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager")
+    model.eval().requires_grad_(False).set_attn_implementation(ATTENTION_NAME)
+    return model  # type: ignore[no-any-return]
 
 
 def fake_cuda() -> FakeTensorMode:

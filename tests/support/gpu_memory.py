@@ -23,8 +23,7 @@ from rollout.kernels.attention.base import RaggedBatch, serving
 from rollout.model import runner
 from rollout.model.load_check import _record_shapes, _Recorder
 from rollout.model.rotary import keep_frequencies
-from tests.model.test_cuda_trace import CUDA, cuda_model
-from tests.support.fake_cuda import fake_cuda
+from tests.support.fake_cuda import CUDA, cuda_model, fake_cuda
 
 CARDS = (40, 80, 141)  # 10⁹ bytes
 MODELS = {"Qwen3-8B": BENCHED["8B"], "Qwen3-30B-A3B": BENCHED["30B-A3B / 4"]}
