@@ -101,7 +101,7 @@ def test_resume_is_refused_while_the_weights_are_invalid(folders):
         refused = answer("resume")
         assert isinstance(refused, Reply)
         assert refused.error.status == 409
-        assert "complete one, then resume" in refused.error.message
+        assert "complete an update, then resume" in refused.error.message
         assert answer("is_paused").result == {"is_paused": True}
         answer("abort_weight_update")
         assert answer("resume").result == {"status": "resumed"}

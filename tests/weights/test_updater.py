@@ -356,7 +356,7 @@ def test_nothing_is_live_before_the_engines_own_step(tmp_path):
     model = llama(0)
     woken = []
     updater = WeightUpdater(
-        WeightStore(ModelParameters(model)), timeout_s=10.0, wake=lambda: woken.append(updater._ready is not None)
+        WeightStore(ModelParameters(model)), timeout_s=10.0, wake=lambda: woken.append(updater.ready is not None)
     )
     answer = updater.call("update_weights", {"weight_dir": str(tmp_path)})
     while not woken:
