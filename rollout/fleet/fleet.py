@@ -166,7 +166,8 @@ class Fleet:
         """Raise a 503 where no engine can generate, or `n` choices more would be too much, and a 400 where they always
         would; to be asked right before they are submitted."""
         sources = self._sources()
-        if (refusal := self.sleeping.refusal or (None if sources else self.refusal)) is not None:
+        asleep = self.sleeping.refusal if self.sleeping.level else None
+        if (refusal := asleep or (None if sources else self.refusal)) is not None:
             raise refusal
         seats = self.info.max_num_seqs
         most = seats * len(self.ranks) + self.max_queued

@@ -31,8 +31,8 @@ class FleetSleep:
 
     @property
     def refusal(self) -> EngineError | None:
-        """Why a new request isn't taken; None also where it waits until all is awake (mode keep)."""
-        if not self.level or self._mode == "keep":
+        """While asleep: why a new request isn't taken; None where it waits until all is awake (mode keep)."""
+        if self._mode == "keep":
             return None
         return EngineError(f"The server is asleep (level {self.level}); retry after POST /wake_up.")
 

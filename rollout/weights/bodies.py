@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from rollout.config import KVPolicy
-from rollout.rendezvous import DEFAULT_BUFFER_BYTES
 from rollout.weights.errors import WeightUpdateError
 
 T = TypeVar("T")
@@ -56,7 +55,7 @@ class InitInfo(msgspec.Struct):
     rank_offset: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] = 1
     world_size: Annotated[int, msgspec.Meta(ge=2, lt=2**31)] = 2
     packed: bool = False
-    packed_buffer_size_bytes: Bytes = DEFAULT_BUFFER_BYTES
+    packed_buffer_size_bytes: Bytes = 1 << 30  # rendezvous.DEFAULT_BUFFER_BYTES; a server imports no torch
     packed_num_buffers: int = 2
     backend: Literal["gloo", "nccl", "ipc", "disk"] | None = None
     device_uuid: str | None = None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+from triton.runtime.interpreter import InterpretedFunction
 
 from rollout.kernels.attention import cuda
 from rollout.kernels.attention.base import AttentionBackend, RaggedBatch, serving
@@ -27,11 +29,30 @@ NO_CAPTURE = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero
 
 
 class Tape(TorchDispatchMode):
-    """Records tensor operations with the memory they touch, as a CUDA graph does; no Python runs again."""
+    """Records tensor operations with the memory they touch, as a CUDA graph does; no Python runs again.
+
+    Launches of Triton's interpreter are no tensor operations: each is recorded whole.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[tuple[Callable[[], Any], Any]] = []
+        self._patch = pytest.MonkeyPatch()
+
+    def __enter__(self) -> Self:
+        run = InterpretedFunction.run
+
+        def recorded(kernel: InterpretedFunction, *args: Any, **kwargs: Any) -> None:
+            with _disable_current_modes():
+                self.record(partial(run, kernel), args, kwargs)
+
+        self._patch.setattr(InterpretedFunction, "run", recorded)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patch.undo()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in NO_CAPTURE:
@@ -50,18 +71,6 @@ class Tape(TorchDispatchMode):
             for old, new in zip(tree_leaves(output), tree_leaves(step()), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     old.copy_(new)
-
-
-class TapedAttention(cuda.TritonAttention):
-    """TritonAttention whose kernel launches a tape records too: the interpreter's are no tensor operations."""
-
-    tape: Tape | None = None
-
-    def _attend(self, *args: Any) -> Tensor:
-        if self.tape is None:
-            return super()._attend(*args)
-        with _disable_current_modes():
-            return self.tape.record(super()._attend, args, {})
 
 
 @pytest.mark.parametrize(
@@ -99,7 +108,7 @@ class Lab:
         self.model = models[0]
         shapes = plug_in(self.model)
         limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-        self.backend = TapedAttention(shapes, 24, 4, torch.float32, CPU, **limits)
+        self.backend = cuda.TritonAttention(shapes, 24, 4, torch.float32, CPU, **limits)
         self.reference = TorchAttention(shapes, 24, 4, torch.float32, CPU)
         self.captures = 0
         self.captured: list[dict[int, Graph]] = [{}, {}]
@@ -117,10 +126,8 @@ class Lab:
     def capture(self, work: Callable[[], None]) -> Tape:
         self.captures += 1
         work()  # the warm-up
-        self.backend.tape = Tape()
-        with self.backend.tape as tape:
+        with Tape() as tape:
             work()
-        self.backend.tape = None
         return tape
 
     def eager(self, ids: list[int], batch: RaggedBatch, backend: AttentionBackend) -> Tensor:

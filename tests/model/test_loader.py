@@ -238,7 +238,7 @@ def test_the_check_leaves_windows_as_they_were() -> None:
 
 def test_a_backend_that_the_device_cannot_run_is_refused(tmp_path: Path) -> None:
     tiny_models.build("llama", tmp_path)
-    with pytest.raises(ValueError, match=r"attention_backend triton serves CUDA devices .* not cpu"):
+    with pytest.raises(ValueError, match=r"attention_backend triton serves CUDA devices, not cpu"):
         engine(tmp_path, attention_backend="triton")
 
 

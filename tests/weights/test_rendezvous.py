@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rollout.model.parameters import ModelParameters
-from rollout.rendezvous import host_store
+from rollout.rendezvous import DEFAULT_BUFFER_BYTES, host_store
 from rollout.tensor_parallel.group import open_store
 from rollout.weights.bodies import InitInfo
 from rollout.weights.errors import AbandonedError, WeightUpdateError
@@ -264,20 +264,31 @@ def test_a_receiver_that_closes_lets_go_of_the_trainers_store():
             assert theirs.recv(1) == b""
 
 
-def test_gloo_receives_for_another_device_through_host_memory(monkeypatch):
-    sent, received = torch.arange(6.0).view(2, 3), []
+def test_gloo_receives_for_another_device_in_host_memory():
+    """The engine's device is "meta" here, on which nothing could be received."""
+    sent, placed = torch.arange(6.0).view(2, 3), []
 
     class Group:
-        def broadcast(self, landing, root):
-            assert root == 0
-            landing.copy_(sent.view(-1).view(torch.uint8))
-            return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+        def broadcast(self, landing, check):
+            landing.copy_(sent)
 
-    monkeypatch.setattr(torch, "empty_like", lambda tensor, device: torch.empty(2, 3, device=device))
-    group = object.__new__(broadcast.GlooGroup)
-    group._group = Group()
-    group.broadcast(SimpleNamespace(device=torch.device("cuda"), copy_=received.append), lambda: None)
-    assert torch.equal(*received, sent)
+    class Staging:
+        def direct(self, item, device):
+            assert device.type == "cpu"
+
+        def place(self, item, landing):
+            placed.append(landing)
+
+    info = InitInfo(backend="gloo", master_address="127.0.0.1", master_port=1, world_size=2)
+    receiver = broadcast.BroadcastTransport(info, 5.0, torch.device("meta"))
+    receiver._group = Group()
+    item = SimpleNamespace(target=SimpleNamespace(size=(2, 3)), dtype=torch.float32, nbytes=24)
+    receiver._receive_one(item, Staging(), as_bytes=False)
+    assert torch.equal(*placed, sent)
+
+
+def test_a_body_that_names_no_buffer_means_the_size_of_both_ends():
+    assert InitInfo(backend="disk").packed_buffer_size_bytes == DEFAULT_BUFFER_BYTES
 
 
 def test_a_raw_nccl_communicator_is_made_as_vllms_is(monkeypatch):
