@@ -87,25 +87,23 @@ def _on_devices(target: EngineTarget, rank: int, config: EngineConfig, to_engine
 
     Where there are CUDA devices, but too few for this rank, the engine dies with that for its reason.
     """
-    if config.device == "cpu":
-        return target(config, to_engine, from_engine)
-    import torch  # here: the server's process has no use for it
-
     first, count = rank * config.tensor_parallel_size, config.tensor_parallel_size
-    seen = torch.cuda.device_count()  # the driver is asked, nothing is started
-    if 0 < seen < first + count:
-        from rollout.engine.process import end
+    if config.device != "cpu":
+        import torch  # here: neither the server's process nor a test's engine has a use for it
 
-        end(
-            zmq.Context(),
-            from_engine,
-            f"engine {rank} needs the CUDA devices {first} to {first + count - 1}, but there are {seen}: lower "
-            "--data-parallel-size or --tensor-parallel-size, or serve with --device cpu",
-        )
+        if 0 < (seen := torch.cuda.device_count()) < first + count:  # the driver is asked, nothing is started
+            from rollout.engine.process import end
+
+            end(
+                zmq.Context(),
+                from_engine,
+                f"engine {rank} needs the CUDA devices {first} to {first + count - 1}, but there are {seen}: lower "
+                "--data-parallel-size or --tensor-parallel-size, or serve with --device cpu",
+            )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     named = [str(n) for n in range(first + count)] if visible is None else visible.split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(named[first : first + count])
-    return target(config, to_engine, from_engine)
+    target(config, to_engine, from_engine)
 
 
 def _child(target: EngineTarget, config: EngineConfig, to_engine: str, from_engine: str) -> None:

@@ -21,7 +21,7 @@ def start(rank: int, *, tensor_parallel_size: int = 1, device: Any = "auto") -> 
     """Start an engine's process, but for the engine: the devices that it sees."""
     seen: list[str] = []
     config = EngineConfig(model="m", tensor_parallel_size=tensor_parallel_size, device=device)
-    _on_devices(lambda *args: seen.append(os.environ.get("CUDA_VISIBLE_DEVICES", "all")), rank, config, "to", "from")
+    _on_devices(lambda *args: seen.append(os.environ["CUDA_VISIBLE_DEVICES"]), rank, config, "to", "from")
     return seen[0]
 
 
@@ -58,6 +58,7 @@ def test_an_engine_without_a_gpu_beside_others_with_one_does_not_serve_from_the_
 
 
 def test_engines_on_a_cpu_need_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert start(5, device="cpu") == "all"
+    assert start(5, device="cpu") == "5"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     assert start(5) == "5"
