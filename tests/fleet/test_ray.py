@@ -31,6 +31,7 @@ from trainer_bridge.client import RolloutClient, RolloutError
 from trainer_bridge.push.sender import WeightPushError, WeightSender
 from trainer_bridge.push.sources import ModuleSource
 
+# Nodes that go and come take minutes of two cores: those tests are long ones.
 FLAGS = ["--tokens-only", "--dtype", "float32", "--device", "cpu", "--num-gpu-blocks-override", "256"]
 BACK_S = 400.0
 
@@ -41,6 +42,8 @@ def cluster() -> Iterator[RayCluster]:
         yield cluster
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_on_a_cluster_that_has_an_owner(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ROLLOUT_API_KEY", "sesame")  # of this process, not of the nodes
     config = ServerConfig(data_parallel_size=2, tokens_only=True)
@@ -225,6 +228,7 @@ class NodeRemover(ModuleSource):
             yield tensor
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_node_is_removed_under_load_and_during_a_push(server: Server) -> None:
     load = Load(server, 6)
@@ -257,6 +261,7 @@ def test_a_node_is_removed_under_load_and_during_a_push(server: Server) -> None:
     server.check_one_version("after")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_engines_join_and_leave_while_it_serves(server: Server) -> None:
     server.cluster.add_node()
