@@ -152,6 +152,8 @@ def http_server(app: FastAPI, config: ServerConfig) -> uvicorn.Server:
     from rollout.server.limits import PromptProtocol
 
     class Protocol(PromptProtocol):
+        """Bounds how long a body may take, by this server's configuration."""
+
         timeout_s = config.receive_timeout_s
 
     class HttpServer(uvicorn.Server):

@@ -95,6 +95,8 @@ class VllmNcclGroup:
 
     def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
         class UniqueId(ctypes.Structure):
+            """NCCL's ncclUniqueId, which its functions take by value."""
+
             _fields_ = [("internal", ctypes.c_byte * _UNIQUE_ID_BYTES)]
 
         self._timeout_s = timeout_s
