@@ -310,7 +310,7 @@ def test_joins_that_never_end_hold_a_bounded_number_of_threads(server):
         with pytest.raises(WeightUpdateError, match="have not ended yet") as caught:
             answers[-1].result(10)
         assert caught.value.status == 503
-    eventually(lambda: threads() == before, 60)  # a process that ends while they connect is aborted
+    eventually(lambda: threads() <= before, 60)  # a process that ends while they connect is aborted
 
 
 def test_trainers_that_are_taken_over_in_a_receive_hold_one_set_of_weights_at_most(monkeypatch):
