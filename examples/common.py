@@ -16,7 +16,7 @@ import torch
 from tasks import Task, task_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from rollout.launch import serve
+import rollout
 from trainer_bridge import RolloutClient
 from trainer_bridge.integrations.wandb import WandbLogger
 from trainer_bridge.loop import checkpoint, dashboard, metrics
@@ -86,19 +86,26 @@ def load_policy(args: argparse.Namespace) -> PreTrainedModel:
 def server(args: argparse.Namespace) -> Iterator[RolloutClient]:
     """A client of the server at --url, or of one that is started. Raises SystemExit for a server of other settings."""
     with contextlib.ExitStack() as stack:
-        url = args.url
-        if url is None:
-            flags = ["--tokens-only", "--return-sampling-mask", "--logprobs-mode", "processed_logprobs"]
-            flags += ["--dtype", "float32", "--kv-policy", "recompute", "--max-model-len", "512"]
-            flags += ["--batch-invariant"] if args.exact else []
-            url = stack.enter_context(serve(args.model, args.output / "server.log", *flags))
-        client = stack.enter_context(RolloutClient(url))
+        if args.url is not None:
+            client = stack.enter_context(RolloutClient(args.url))
+        else:
+            flags: dict[str, Any] = {
+                "logprobs_mode": "processed_logprobs",
+                "return_sampling_mask": True,
+                "kv_policy": "recompute",
+            }
+            flags |= {"dtype": "float32", "max_model_len": 512, "batch_invariant": args.exact}
+            client = stack.enter_context(rollout.serve(args.model, log=args.output / "server.log", **flags))
         client.wait_until_ready(args.outage)
         info = client.weight_info()
         if info["logprobs_mode"] != "processed_logprobs":
-            raise SystemExit(f"{url} reports {info['logprobs_mode']}: serve with --logprobs-mode processed_logprobs")
+            raise SystemExit(
+                f"{client.base_url} reports {info['logprobs_mode']}: serve with --logprobs-mode processed_logprobs"
+            )
         if args.exact and not info["batch_invariant"]:
-            raise SystemExit(f"{url} isn't batch-invariant: serve with --batch-invariant, or leave out --exact")
+            raise SystemExit(
+                f"{client.base_url} isn't batch-invariant: serve with --batch-invariant, or leave out --exact"
+            )
         yield client
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout.launch import serve
-from trainer_bridge import Prompt, RolloutClient, RolloutSampler, WeightSender
+import rollout
+from trainer_bridge import Prompt, RolloutSampler, WeightSender
 from trainer_bridge.client import Choice
 from trainer_bridge.rollouts import prompts_of_rows
 from trainer_bridge.score.groups import score_group
@@ -36,8 +36,7 @@ def train(folder: str, steps: int, learning_rate: float) -> list[float]:
     optimizer, means = torch.optim.AdamW(model.parameters(), lr=learning_rate), []
     prompts, params = prompts_of_rows(itertools.cycle(ROWS), tokenizer), {"max_tokens": 24}
     with (
-        serve(Path(folder), Path("server.log"), "--enable-scale-out", "--dtype", "float32") as url,
-        RolloutClient(url) as client,
+        rollout.serve(folder, log=Path("server.log"), dtype="float32") as client,
         WeightSender.connect(client, model) as sender,
         RolloutSampler(client, prompts, reward, params, group_size=8, in_flight=2, capacity=8) as sampler,
     ):

@@ -14,7 +14,6 @@ import ast
 import contextlib
 import operator
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rollout.launch import serve
+import rollout
 from trainer_bridge import RolloutClient
 from trainer_bridge.score import replay
 
@@ -192,11 +191,7 @@ def main() -> None:
         return None if said is None else ids_between(tokenizer, said)
 
     with contextlib.ExitStack() as stack:
-        url = args.url
-        if url is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            url = stack.enter_context(serve(args.model, folder / "server.log", "--enable-scale-out"))
-        client = stack.enter_context(RolloutClient(url))
+        client = stack.enter_context(rollout.serve(args.model) if args.url is None else RolloutClient(args.url))
         trajectory = run_episode(client, chat_ids(tokenizer, messages), reply, params)
         if args.chat:
             by_chat = run_chat_episode(client, messages, calculator, params)

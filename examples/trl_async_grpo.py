@@ -25,8 +25,8 @@ import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
+import rollout
 from rollout.demo import task
-from rollout.launch import serve
 from trainer_bridge.integrations.trl import RolloutWorker, WeightTransfer, log_gap
 from trainer_bridge.loop import dashboard
 
@@ -90,12 +90,12 @@ def train(options: argparse.Namespace, output: Path) -> None:
     server_threads = max(1, (os.cpu_count() or 2) // 2)
     torch.set_num_threads(server_threads)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    flags = ["--tokens-only", "--device", "cpu", "--dtype", "float32", "--num-threads", str(server_threads)]
-    flags += ["--logprobs-mode", "processed_logprobs", "--kv-policy", "recompute", "--max-model-len", "512"]
-    with serve(Path(options.model), output / "server.log", *flags) as url:
+    flags: dict[str, Any] = {"tokens_only": True, "device": "cpu", "dtype": "float32", "num_threads": server_threads}
+    flags |= {"logprobs_mode": "processed_logprobs", "kv_policy": "recompute", "max_model_len": 512}
+    with rollout.serve(options.model, log=output / "server.log", **flags) as client:
         args = AsyncGRPOConfig(
             str(output / "checkpoints"),
-            vllm_server_base_url=url,
+            vllm_server_base_url=client.base_url,
             max_steps=options.max_steps,
             learning_rate=options.learning_rate,
             adam_beta2=0.95,

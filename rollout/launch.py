@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +38,7 @@ class Launched:
 def serve(model: str | Path, log: Path, *flags: str) -> Iterator[str]:
     """The address of `rollout serve MODEL FLAGS` on a free port, while the context lasts; its output goes to `log`.
 
+    What is left of `rollout.serve` where a test or a benchmark needs no client, or flags that it would set itself.
     The server ends with this process, even where that is killed. Raises RuntimeError as `launch` does.
     """
     with launch(serve_command(model, *flags), log) as server:
@@ -58,12 +59,17 @@ def split_command(command: str) -> list[str]:
 
 @contextlib.contextmanager
 def launch(
-    command: Sequence[str], log: Path | None = None, *, timeout_s: float = START_TIMEOUT_S
+    command: Sequence[str],
+    log: Path | None = None,
+    *,
+    timeout_s: float = START_TIMEOUT_S,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Launched]:
     """Run a server in a process group of its own while the context lasts; yield it once /health answers 200.
 
     `{port}` in the command stands for a free port; without it, the server must print its address as rollout's does.
-    Raises RuntimeError, with the end of what the server printed, where it isn't healthy within `timeout_s`.
+    `environment` is added to this process's own. Raises RuntimeError, with the end of what the server printed, where it
+    isn't healthy within `timeout_s`.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
@@ -74,7 +80,12 @@ def launch(
         with open(log, "w") as output:
             began = time.perf_counter()
             process = subprocess.Popen(
-                arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                env={**os.environ, **(environment or {})},
             )
         stack.callback(_stop, process)
         yield Launched(_healthy_address(process, url, log, timeout_s), process.pid, began)

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 
 import typer
 
-from rollout import __version__, logs
+from rollout import logs
 from rollout.cli.preflight import check_model, has_tokenizer, read_config_file
 from rollout.config import EngineConfig, ServerConfig
 from rollout.flags import config_from, with_flags
+from rollout.version import __version__
 
 # Commands that live in modules of their own, imported only when the command line is used.
 COMMANDS = ("bench", "demo", "verify", "replay")

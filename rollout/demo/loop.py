@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from rollout.demo import task
 from rollout.demo.report import PANELS, Step, coloured, conclusion, history, most_versions, summary
 from rollout.demo.trainer import GRPO
-from rollout.launch import serve
+from rollout.serving import serve
 from trainer_bridge import RolloutClient, WeightSender
 from trainer_bridge.client import Choice
 from trainer_bridge.integrations.wandb import WandbLogger
@@ -57,12 +57,12 @@ def run(model: Path, output: Path, *, steps: int, seed: int, console: Console) -
     console.print(
         f"Starting a server (its log: {output / 'server.log'}) and loading the trainer's copy of the model ..."
     )
-    with serve(model, output / "server.log", *_server_flags(server_threads)) as url, RolloutClient(url) as client:
+    with serve(model, log=output / "server.log", **_server_flags(server_threads)) as client:
         policy: PreTrainedModel = exact.install(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval())
         optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0)
         trainer = GRPO(policy, optimizer, max_lag=MAX_STALENESS, lag_decay=1.0)
         run_log = _RunLog(model, output, tokenizer, client, {"seed": seed, "steps": steps, **SETTINGS})
-        sampler = _sampler(url, tokenizer, seed)
+        sampler = _sampler(client, tokenizer, seed)
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[says]}"))
         progress = Progress(*columns, console=console, disable=not console.is_terminal)
         with WeightSender.connect(client, policy) as sender, sampler, progress:
@@ -91,13 +91,13 @@ def run(model: Path, output: Path, *, steps: int, seed: int, console: Console) -
     return numbers
 
 
-def _sampler(url: str, tokenizer: PreTrainedTokenizerBase, seed: int) -> RolloutSampler:
+def _sampler(client: RolloutClient, tokenizer: PreTrainedTokenizerBase, seed: int) -> RolloutSampler:
     def reward(_: Prompt, choice: Choice) -> float:
         text = str(tokenizer.decode(choice.token_ids, skip_special_tokens=True))
         return task.reward(text, choice.finish_reason == "stop")
 
     return RolloutSampler(
-        url,
+        client,
         task.prompts(tokenizer, random.Random(seed)),
         reward,
         SAMPLING_PARAMS,
@@ -165,9 +165,16 @@ class _RunLog:
         self._wandb.finish(numbers)
 
 
-def _server_flags(threads: int) -> list[str]:
-    return [
-        *("--tokens-only", "--device", "cpu", "--dtype", "float32", "--num-threads", str(threads)),
-        *("--logprobs-mode", "processed_logprobs", "--batch-invariant", "--kv-policy", "recompute"),
-        *("--max-model-len", "512", "--max-num-seqs", "64", "--kv-cache-memory-bytes", str(512 << 20)),
-    ]
+def _server_flags(threads: int) -> dict[str, Any]:
+    return {
+        "tokens_only": True,
+        "device": "cpu",
+        "dtype": "float32",
+        "num_threads": threads,
+        "logprobs_mode": "processed_logprobs",
+        "batch_invariant": True,
+        "kv_policy": "recompute",
+        "max_model_len": 512,
+        "max_num_seqs": 64,
+        "kv_cache_memory_bytes": 512 << 20,
+    }

@@ -99,6 +99,25 @@ def end(context: zmq.Context[zmq.Socket[bytes]], from_engine: str, reason: str) 
     os._exit(1)
 
 
+def ready(engine: Engine) -> EngineReady:
+    """The facts about an engine that its requests are validated by."""
+    runner, config = engine.runner, engine.config
+    return EngineReady(
+        vocab_size=runner.vocab_size,
+        max_model_len=runner.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        dtype=str(runner.dtype).removeprefix("torch."),
+        device=str(runner.device),
+        model_type=runner.model.config.model_type,
+        num_blocks=runner.num_blocks,
+        block_size=config.block_size,
+        seconds=runner.seconds,
+        eos_token_ids=runner.eos_token_ids,
+        routing=runner.routing.shape if runner.routing is not None else None,
+        world_size=config.tensor_parallel_size,
+    )
+
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
@@ -126,23 +145,7 @@ class EngineProcess:
 
     def serve(self) -> None:
         """Serve for ever."""
-        runner, config = self.engine.runner, self.engine.config
-        self._send(
-            EngineReady(
-                vocab_size=runner.vocab_size,
-                max_model_len=runner.max_model_len,
-                max_num_seqs=config.max_num_seqs,
-                dtype=str(runner.dtype).removeprefix("torch."),
-                device=str(runner.device),
-                model_type=runner.model.config.model_type,
-                num_blocks=runner.num_blocks,
-                block_size=config.block_size,
-                seconds=runner.seconds,
-                eos_token_ids=runner.eos_token_ids,
-                routing=runner.routing.shape if runner.routing is not None else None,
-                world_size=config.tensor_parallel_size,
-            )
-        )
+        self._send(ready(self.engine))
         while True:
             self.turn()
 

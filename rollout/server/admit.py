@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 
+from rollout.config import EngineConfig
 from rollout.messages import AddRequest, EngineReady
 from rollout.sampling.params import SamplingParams
 from rollout.server.context import ServerContext
@@ -29,7 +30,7 @@ async def admit(
     rank = data_parallel_rank(server, headers)
     check_prompt(server.model, token_ids)
     params = body.to_sampling_params()
-    resolve_params(server, params, len(token_ids))
+    resolve_params(server.model, server.engine_config, params, len(token_ids))
     vocabulary, wants_text = None, body.wants_text
     if wants_text:
         vocabulary = await require_vocabulary(server, body.text_needs, param=body.text_param)
@@ -107,14 +108,9 @@ def check_vocabulary(model: EngineReady, token_ids: Sequence[int]) -> None:
         raise ApiError(400, f"Token id {largest} is out of vocabulary")
 
 
-def resolve_params(server: ServerContext, params: SamplingParams, prompt_len: int) -> None:
+def resolve_params(model: EngineReady, config: EngineConfig, params: SamplingParams, prompt_len: int) -> None:
     """Check the values, then fill in and cut to what this model and prompt allow. Raises ParameterError."""
-    model = server.model
-    params.validate(
-        vocab_size=model.vocab_size,
-        max_logprobs=server.engine_config.max_logprobs,
-        max_num_seqs=model.max_num_seqs,
-    )
+    params.validate(vocab_size=model.vocab_size, max_logprobs=config.max_logprobs, max_num_seqs=model.max_num_seqs)
     room = model.max_model_len - prompt_len
     params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     params.min_tokens = min(params.min_tokens, params.max_tokens)

@@ -6,7 +6,6 @@ import functools
 
 from fastapi import FastAPI
 
-from rollout import __version__
 from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.fleet import Fleet
 from rollout.server.api import control, generate, render, sleep, tokenize, weights
@@ -16,6 +15,7 @@ from rollout.server.errors import install_error_handlers
 from rollout.server.limits import BodyLimit, prompt_bytes
 from rollout.server.text.tokenizer import BackgroundTokenizer
 from rollout.server.wire.openapi import install_openapi
+from rollout.version import __version__
 
 
 def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig) -> FastAPI:

@@ -49,7 +49,7 @@ def routed_experts_npy(rows: bytes, shape: RoutingShape) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-class _Choice:
+class ChoiceReader:
     """Collects the outputs of one choice in its next Delta, up to the token that completes a stop string."""
 
     def __init__(
@@ -152,7 +152,7 @@ class Generation(Answer):
         params, vocabulary = self._request.sampling_params, self.vocabulary
         reads = self._wants_text or bool(params.stop)
         self._choices = [
-            _Choice(
+            ChoiceReader(
                 self.first_index + index,
                 params,
                 self._server.model.routing,
@@ -191,10 +191,10 @@ class Generation(Answer):
                 await self._advance()
         return [choice.pop() for choice in self._choices]
 
-    async def _advance(self) -> list[_Choice]:
+    async def _advance(self) -> list[ChoiceReader]:
         """Read what has come from the engine; the choices that it is about. Raises StopAsyncIteration at the end."""
         assert self._stream is not None, "enter the generation first"
-        touched: dict[int, _Choice] = {}
+        touched: dict[int, ChoiceReader] = {}
         outputs = await anext(self._stream)
         if self._stream.restarts != self._restarts:
             self._begin(self._stream.restarts)

@@ -17,7 +17,8 @@ from rollout.weights.errors import WeightUpdateError
 from rollout.weights.ownership import with_ids
 from rollout.weights.receiver import Answer
 from rollout.weights.store import WeightStore
-from rollout.weights.updater import Commit, WeightUpdater
+from rollout.weights.update import Commit
+from rollout.weights.updater import WeightUpdater
 
 _LEADERS_OWN = ("weight_info", "update_weight_version")
 _ABORT, _SHUTDOWN = "abort_weight_update", "shutdown_weight_transfer_engine"

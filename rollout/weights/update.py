@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+from rollout.config import KVPolicy
 from rollout.weights.bodies import Announcement, StartBody
 from rollout.weights.errors import AbandonedError, WeightUpdateError
 from rollout.weights.receiver import Answer, Receiver
@@ -14,8 +16,18 @@ from rollout.weights.store import WeightStore
 
 logger = logging.getLogger(__name__)
 
+State = Literal["idle", "open", "receiving", "ready", "committed", "aborted"]
 REMEMBERED = 8
 """Committed updates of which an UpdateLog has the epochs."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A flip that has just happened. `kv_policy` is the update's own wish, None for the server's default."""
+
+    epoch: int
+    label: str
+    kv_policy: KVPolicy | None
 
 
 class Update:

@@ -14,13 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from rollout.config import KVPolicy
 from rollout.weights.bodies import (
     WEIGHT_CALLS,
     Announcement,
@@ -38,19 +36,9 @@ from rollout.weights.errors import AbandonedError, WeightUpdateError, as_update_
 from rollout.weights.ownership import Ownership, with_ids
 from rollout.weights.receiver import Answer, Receiver, TrainerConnection, on_device
 from rollout.weights.store import WeightStore
+from rollout.weights.transport import Transport
 from rollout.weights.transport.disk import DiskTransport
-from rollout.weights.update import Update, UpdateLog
-
-State = Literal["idle", "open", "receiving", "ready", "committed", "aborted"]
-
-
-@dataclass(frozen=True)
-class Commit:
-    """A flip that has just happened. `kv_policy` is the update's own wish, None for the server's default."""
-
-    epoch: int
-    label: str
-    kv_policy: KVPolicy | None
+from rollout.weights.update import Commit, State, Update, UpdateLog
 
 
 class WeightUpdater:
@@ -109,6 +97,16 @@ class WeightUpdater:
                 self._methods[method](with_ids(method, params), answer)
         except Exception as error:
             answer.set_exception(as_update_error(error))
+        return answer
+
+    def receive(self, transport: Transport, start: StartBody, label: str | None) -> Answer:
+        """Start a whole update from this process: all that the transport describes. The future holds its epoch and
+        bytes once it was committed under `label`, or a WeightUpdateError."""
+        answer: Answer = Future()
+        with self._lock:
+            update = self._open_single_call(start, transport)
+            update.label, self._state = label, "receiving"
+            self._submit(update, answer, lambda: update.receive(Announcement()), self._make_ready)
         return answer
 
     def commit_if_ready(self, *, timeout_s: float = 0.0) -> Commit | None:
@@ -192,7 +190,8 @@ class WeightUpdater:
             self._spoil(error, params.get("owner"))
             raise
         if body.weight_dir is not None:
-            update = self._open_single_call(body)
+            start = StartBody(update_id=body.update_id, handed_out=body.handed_out)
+            update = self._open_single_call(start, DiskTransport(self._timeout_s))
             info = Announcement(path=body.weight_dir)
         else:
             assert body.update_info is not None
@@ -224,11 +223,10 @@ class WeightUpdater:
             self._update.receiver.spend(error.message)
             self._abort(self._update, error)
 
-    def _open_single_call(self, body: UpdateBody) -> Update:
+    def _open_single_call(self, start: StartBody, transport: Transport) -> Update:
         self._refuse_second()
-        start = StartBody(update_id=body.update_id, handed_out=body.handed_out)
         staging = self._store.admit(start, self._paused())
-        receiver = self._trainer.new_receiver(DiskTransport(self._timeout_s))
+        receiver = self._trainer.new_receiver(transport)
         self._update = Update(self._store, receiver, start, staging, single_call=True)
         return self._update
 

@@ -17,7 +17,7 @@ from rollout.engine.engine import Engine
 from rollout.messages import AbortRequests, AddRequest
 from rollout.outputs import FinishReason, TokenOutput
 from rollout.sampling.params import SamplingParams
-from rollout.weights.updater import Commit
+from rollout.weights.update import Commit
 from tests.support import tiny_models
 from tests.support.engine_utils import prompt
 from tests.support.weight_updates import fill

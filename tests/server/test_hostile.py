@@ -325,7 +325,7 @@ def test_wide_masks_cost_four_bytes_a_token() -> None:
 
 def test_the_end_of_the_loop_does_not_wait_for_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    monkeypatch.setattr(tokenizer, "_load", lambda model: release.wait(60))
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda model: release.wait(60))
 
     async def serve() -> None:
         loading = BackgroundTokenizer("model", enabled=True)

@@ -35,7 +35,7 @@ def wrapped(error: Exception) -> Exception:
 
 
 def load(monkeypatch: pytest.MonkeyPatch, *errors: Exception) -> Any:
-    monkeypatch.setattr(tokenizer, "_load", Failing(*errors))
+    monkeypatch.setattr(tokenizer, "load_tokenizer", Failing(*errors))
     monkeypatch.setattr(tokenizer, "Vocabulary", lambda loaded: loaded)
     monkeypatch.setattr(tokenizer, "_RETRY_S", 0.001)
     return asyncio.run(tokenizer.BackgroundTokenizer("model", enabled=True).vocabulary())

@@ -24,7 +24,8 @@ from transformers import (
 from rollout.model.parameters import ModelParameters
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.store import WeightStore
-from rollout.weights.updater import Commit, WeightUpdater
+from rollout.weights.update import Commit
+from rollout.weights.updater import WeightUpdater
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 96,

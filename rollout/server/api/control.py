@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Request, Response
 
-from rollout import __version__
 from rollout.fleet.errors import EngineError
 from rollout.server.context import PauseMode, ServerDep
 from rollout.server.errors import ApiError
 from rollout.server.limits import require_json
+from rollout.version import __version__
 
 router = APIRouter(dependencies=[Depends(require_json)])
 

@@ -72,7 +72,7 @@ async def _rendered(server: ServerContext, body: OpenAIRequest, headers: Headers
         ids = prompt if isinstance(prompt, list) else await token_ids(server, prompt)
         params = body.to_sampling_params()
         check_prompt(server.model, ids)
-        resolve_params(server, params, len(ids))
+        resolve_params(server.model, server.engine_config, params, len(ids))
         one = RenderedRequest(
             request_id=make_request_id(headers, body),
             token_ids=ids,

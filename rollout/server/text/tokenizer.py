@@ -23,7 +23,8 @@ _RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 
 
-def _load(model: str) -> Any:
+def load_tokenizer(model: str) -> Any:
+    """transformers' tokenizer of a folder, .gguf file or hub id. Raises whatever transformers does."""
     from transformers import AutoTokenizer  # imports torch: seconds, and only here
 
     path = Path(model)
@@ -59,7 +60,7 @@ class BackgroundTokenizer:
         pause_s = _RETRY_S
         while True:
             try:
-                self._loaded.set_result(Vocabulary(_load(self._model)))
+                self._loaded.set_result(Vocabulary(load_tokenizer(self._model)))
                 return
             except Exception as error:  # whatever transformers raises on such a folder: token ids need no tokenizer
                 if not _will_pass(error):

@@ -14,12 +14,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, create_model
 
-from rollout import __version__
 from rollout.config import ServerConfig
 from rollout.outputs import FinishReason, IdArray, WeightVersionSpan
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.wire.answer import Answer, Delta, Writer
 from rollout.server.wire.body import Each, GenerationBody, Text
+from rollout.version import __version__
 
 FINGERPRINT = f"rollout-{__version__}"
 
