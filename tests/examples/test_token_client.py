@@ -84,6 +84,7 @@ def test_refusals_are_told_in_the_servers_words(client: Any) -> None:
         list(client.stream([fake_engine.DIE, 20], "dies", max_tokens=100))
 
 
+@pytest.mark.long
 @pytest.mark.smollm2
 def test_it_asks_a_real_model(smollm2: Path, tmp_path: Path) -> None:
     question = "What is the capital of France?"

@@ -78,7 +78,7 @@ lengths_of = st.lists(st.tuples(st.integers(0, 3 * SPLIT), st.sampled_from([1, 1
 no_shrinking = [Phase.reuse, Phase.generate]  # in the interpreter it would take minutes
 
 
-@settings(max_examples=12, deadline=None, phases=no_shrinking)
+@settings(max_examples=6, deadline=None, phases=no_shrinking)
 @given(harnesses(), lengths_of)
 def test_mixed_chunks_and_decodes_agree_with_dense_attention(
     harness: TritonHarness, lengths: list[tuple[int, int]]
