@@ -1,6 +1,6 @@
 """A client for token-in/token-out servers: `RolloutClient`, and `AsyncRolloutClient` with the same methods.
 
-What both do is written once, as functions that yield the requests to send and are sent the answers (`_Steps`).
+What both do is written once, as coroutines. Over blocking connections these wait for nothing, and end at once.
 
 Speaks the protocol of `/inference/v1/generate` and its control endpoints; what only a `rollout` server says (a span's
 epoch and cache state) is None elsewhere.
@@ -12,8 +12,9 @@ import asyncio
 import functools
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeAlias, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
 
 import httpx
 
@@ -51,155 +52,6 @@ def _timeout(timeout_s: float) -> httpx.Timeout:
     return httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_TIMEOUT_S))
 
 
-def _call(method: str, path: str, body: Any = None, timeout_s: float | None = None) -> dict[str, Any]:
-    """A request, as the arguments of httpx's `request`."""
-    timeout = {} if timeout_s is None else {"timeout": _timeout(timeout_s)}
-    return {"method": method, "url": path, "json": body, **timeout}
-
-
-_Steps: TypeAlias = Generator[dict[str, Any] | float, Any, T]
-"""A method of the clients: it yields requests (`_call`), whose answers' JSON it is sent, and seconds to sleep."""
-
-
-def _request(method: str, path: str, body: Any = None, *, timeout_s: float | None = None) -> _Steps[Any]:
-    """The JSON that any path answers (None for an empty body)."""
-    return (yield _call(method, path, body, timeout_s))
-
-
-def _post(path: str, body: Any = None, *, timeout_s: float | None = None) -> _Steps[Any]:
-    """POST `body` as JSON, or nothing, and return the JSON answer."""
-    return (yield _call("POST", path, body, timeout_s))
-
-
-def _generate(
-    prompt_token_ids: Sequence[int],
-    sampling_params: Mapping[str, Any] | None = None,
-    *,
-    n: int | None = None,
-    request_id: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-) -> _Steps[Generation]:
-    """Continue a prompt (a list, numpy array or tensor of ids). Cancelling an awaited call aborts the request.
-
-    `extra` holds further fields of the body, such as `priority` or `cache_salt`. Raises ValueError for a name that no
-    sampling parameter has; what only another server knows goes, with the rest, into `extra={"sampling_params": …}`.
-    """
-    body = generate_body(prompt_token_ids, sampling_params, n, request_id, extra, stream=False)
-    return parse_generation((yield _call("POST", _GENERATE, body)), body["token_ids"])
-
-
-def _abort(request_ids: Sequence[str]) -> _Steps[int]:
-    """End these requests (ids as answers bear them) with finish_reason "abort". Returns how many were running."""
-    return int((yield _call("POST", "/abort_requests", {"request_ids": list(request_ids)}))["aborted"])
-
-
-def _abort_all() -> _Steps[int]:
-    """End every running request. Returns how many."""
-    return int((yield _call("POST", "/abort_requests", {}))["aborted"])
-
-
-def _pause(mode: PauseMode = "keep") -> _Steps[None]:
-    """Stop generating: `keep` freezes running requests, `wait` lets them finish first, `abort` ends them."""
-    yield _call("POST", f"/pause?mode={mode}")
-
-
-def _resume() -> _Steps[None]:
-    """Generate again."""
-    yield _call("POST", "/resume")
-
-
-def _is_paused() -> _Steps[bool]:
-    """Whether the server is paused."""
-    return bool((yield _call("GET", "/is_paused"))["is_paused"])
-
-
-def _sleep(level: int = 1, mode: PauseMode = "abort") -> _Steps[None]:
-    """Have the server give the memory of weights and KV cache back. Level 1 keeps the weights in host memory, level 2
-    loses them until the next push; `mode` is that of a pause for what runs."""
-    yield _call("POST", f"/sleep?level={level}&mode={mode}")
-
-
-def _wake_up(tags: Sequence[SleepTag] = ("weights", "kv_cache")) -> _Steps[None]:
-    """Have it take the memory of these parts again: it generates once both are awake."""
-    yield _call("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
-
-
-def _is_sleeping() -> _Steps[bool]:
-    """Whether anything of the server is asleep."""
-    return bool((yield _call("GET", "/is_sleeping"))["is_sleeping"])
-
-
-def _models() -> _Steps[list[dict[str, Any]]]:
-    """The models served, as /v1/models lists them."""
-    return list((yield _call("GET", "/v1/models"))["data"])
-
-
-def _weight_info() -> _Steps[dict[str, Any]]:
-    """The weights that serve: `weight_version`, and on a rollout server epoch, state and last error."""
-    return dict((yield _call("GET", "/weight_info")))
-
-
-def _health() -> _Steps[bool]:
-    """Whether the server answers and its engine is alive."""
-    try:
-        yield _call("GET", "/health", None, _CONNECT_TIMEOUT_S)
-    except RolloutError:
-        return False
-    return True
-
-
-def _wait_until_ready(timeout_s: float = 120.0) -> _Steps[None]:
-    """Return once the server is healthy. Raises the last RolloutError after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            yield _call("GET", "/health", None, _CONNECT_TIMEOUT_S)
-            return
-        except RolloutError:
-            if time.monotonic() >= deadline:
-                raise
-        yield _POLL_S
-
-
-def _blocking(steps: Callable[P, _Steps[T]]) -> Callable[Concatenate[RolloutClient, P], T]:
-    @functools.wraps(steps)
-    def method(self: RolloutClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        walk, answer, failed = steps(*args, **kwargs), None, None
-        while True:
-            try:
-                step = walk.throw(failed) if failed else walk.send(answer)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            answer = failed = None
-            try:
-                if isinstance(step, float):
-                    time.sleep(step)
-                else:
-                    answer = self._answer_to(step)
-            except RolloutError as error:
-                failed = error
-
-    return method
-
-
-def _awaited(steps: Callable[P, _Steps[T]]) -> Callable[Concatenate[AsyncRolloutClient, P], Coroutine[Any, Any, T]]:
-    @functools.wraps(steps)
-    async def method(self: AsyncRolloutClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        walk, answer, failed = steps(*args, **kwargs), None, None
-        while True:
-            try:
-                step = walk.throw(failed) if failed else walk.send(answer)
-            except StopIteration as end:
-                return end.value  # type: ignore[no-any-return]
-            answer = failed = None
-            try:
-                answer = await (asyncio.sleep(step) if isinstance(step, float) else self._answer_to(step))
-            except RolloutError as error:
-                failed = error
-
-    return method
-
-
 class _Client(ABC, Generic[Pieces]):
     """What both clients are made of.
 
@@ -223,18 +75,14 @@ class _Client(ABC, Generic[Pieces]):
         self.headers = dict(headers or {})
         self._patience = functools.partial(Patience, retry_s, not_taken)
         # As many connections as there are requests, no retries, no environment proxies.
-        self._options: dict[str, Any] = {
+        options: dict[str, Any] = {
             "base_url": self.base_url,
             "headers": {**self.headers, **({"Authorization": f"Bearer {api_key}"} if api_key else {})},
             "timeout": _timeout(timeout_s),
             "limits": httpx.Limits(max_connections=None, max_keepalive_connections=None),
             "trust_env": False,
         }
-        self._open()
-
-    @abstractmethod
-    def _open(self) -> None:
-        """Make the connections, with `_options`."""
+        self._open(options)
 
     def stream(
         self,
@@ -246,76 +94,76 @@ class _Client(ABC, Generic[Pieces]):
         extra: Mapping[str, Any] | None = None,
     ) -> Pieces:
         """`generate` in pieces, as they are sampled. Closing the iterator early aborts the request."""
-        return self._stream(generate_body(prompt_token_ids, sampling_params, n, request_id, extra, stream=True))
+        body = generate_body(prompt_token_ids, sampling_params, n, request_id, extra, stream=True)
+        return self._pieces(self._events(body))
 
-    @abstractmethod
-    def _stream(self, body: dict[str, Any]) -> Pieces: ...
+    async def _ask(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        """The answer's JSON, None for an empty one."""
+        timeout = {} if timeout_s is None else {"timeout": _timeout(timeout_s)}
+        patience = self._patience()
+        while True:
+            try:
+                with connection_errors(self.base_url):
+                    return read_answer(await self._send(method=method, url=path, json=body, **timeout))
+            except RolloutError as error:
+                await self._wait(patience.pause_s(error))
 
-
-class RolloutClient(_Client[Generator[Generation, None, None]]):
-    """Talks to one server. Every method raises RolloutError. Safe to share between threads; close it, or use `with`."""
-
-    def _open(self) -> None:
-        self._http = httpx.Client(**self._options)
-
-    def __enter__(self) -> RolloutClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
-
-    request = _blocking(_request)
-    post = _blocking(_post)
-    generate = _blocking(_generate)
-    abort = _blocking(_abort)
-    abort_all = _blocking(_abort_all)
-    pause = _blocking(_pause)
-    resume = _blocking(_resume)
-    is_paused = _blocking(_is_paused)
-    sleep = _blocking(_sleep)
-    wake_up = _blocking(_wake_up)
-    is_sleeping = _blocking(_is_sleeping)
-    models = _blocking(_models)
-    weight_info = _blocking(_weight_info)
-    health = _blocking(_health)
-    wait_until_ready = _blocking(_wait_until_ready)
-
-    def _stream(self, body: dict[str, Any]) -> Generator[Generation, None, None]:
+    async def _events(self, body: dict[str, Any]) -> AsyncGenerator[Generation, None]:
         patience, events = self._patience(), EventParser(body["token_ids"])
         while True:
             try:
-                with connection_errors(self.base_url), self._http.stream("POST", _GENERATE, json=body) as response:
-                    if not response.is_success:
-                        response.read()
-                        check_success(response)
-                    for data in response.iter_bytes():
-                        yield from events.feed(data)
+                with connection_errors(self.base_url):
+                    async with aclosing(self._bytes(method="POST", url=_GENERATE, json=body)) as parts:
+                        async for data in parts:
+                            for generation in events.feed(data):
+                                yield generation
                 events.check_done(self.base_url)
                 return
             except RolloutError as error:
                 if events.began:
                     raise
-                time.sleep(patience.pause_s(error))
+                await self._wait(patience.pause_s(error))
 
-    def _answer_to(self, request: dict[str, Any]) -> Any:
-        patience = self._patience()
-        while True:
-            try:
-                with connection_errors(self.base_url):
-                    return read_answer(self._http.request(**request))
-            except RolloutError as error:
-                time.sleep(patience.pause_s(error))
+    # What differs: how either waits. Requests are the arguments of httpx's `request`.
+
+    @abstractmethod
+    def _open(self, options: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    async def _send(self, **request: Any) -> httpx.Response: ...
+
+    @abstractmethod
+    def _bytes(self, **request: Any) -> AsyncGenerator[bytes, None]: ...
+
+    @abstractmethod
+    async def _wait(self, seconds: float) -> None: ...
+
+    @abstractmethod
+    def _pieces(self, events: AsyncGenerator[Generation, None]) -> Pieces: ...
 
 
 class AsyncRolloutClient(_Client[AsyncGenerator[Generation, None]]):
     """`RolloutClient` for asyncio: the same methods, awaited; `stream` is an async generator."""
 
-    def _open(self) -> None:
-        self._http = httpx.AsyncClient(**self._options)
+    def _open(self, options: dict[str, Any]) -> None:
+        self._http = httpx.AsyncClient(**options)
+
+    async def _send(self, **request: Any) -> httpx.Response:
+        return await self._http.request(**request)
+
+    async def _bytes(self, **request: Any) -> AsyncGenerator[bytes, None]:
+        async with self._http.stream(**request) as response:
+            if not response.is_success:
+                await response.aread()
+                check_success(response)
+            async for data in response.aiter_bytes():
+                yield data
+
+    async def _wait(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    def _pieces(self, events: AsyncGenerator[Generation, None]) -> AsyncGenerator[Generation, None]:
+        return events
 
     async def __aenter__(self) -> AsyncRolloutClient:
         return self
@@ -327,46 +175,164 @@ class AsyncRolloutClient(_Client[AsyncGenerator[Generation, None]]):
         """Close the connections."""
         await self._http.aclose()
 
-    request = _awaited(_request)
-    post = _awaited(_post)
-    generate = _awaited(_generate)
-    abort = _awaited(_abort)
-    abort_all = _awaited(_abort_all)
-    pause = _awaited(_pause)
-    resume = _awaited(_resume)
-    is_paused = _awaited(_is_paused)
-    sleep = _awaited(_sleep)
-    wake_up = _awaited(_wake_up)
-    is_sleeping = _awaited(_is_sleeping)
-    models = _awaited(_models)
-    weight_info = _awaited(_weight_info)
-    health = _awaited(_health)
-    wait_until_ready = _awaited(_wait_until_ready)
+    async def request(self, method: str, path: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
+        """The JSON that any path answers (None for an empty body)."""
+        return await self._ask(method, path, body, timeout_s)
 
-    async def _stream(self, body: dict[str, Any]) -> AsyncGenerator[Generation, None]:
-        patience, events = self._patience(), EventParser(body["token_ids"])
+    async def post(self, path: str, body: Any = None, *, timeout_s: float | None = None) -> Any:
+        """POST `body` as JSON, or nothing, and return the JSON answer."""
+        return await self._ask("POST", path, body, timeout_s)
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling_params: Mapping[str, Any] | None = None,
+        *,
+        n: int | None = None,
+        request_id: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Generation:
+        """Continue a prompt (a list, numpy array or tensor of ids). Cancelling an awaited call aborts the request.
+
+        `extra` holds further fields of the body, such as `priority` or `cache_salt`. Raises ValueError for a name that
+        no sampling parameter has; what only another server knows goes, with the rest, into
+        `extra={"sampling_params": …}`.
+        """
+        body = generate_body(prompt_token_ids, sampling_params, n, request_id, extra, stream=False)
+        return parse_generation(await self._ask("POST", _GENERATE, body), body["token_ids"])
+
+    async def abort(self, request_ids: Sequence[str]) -> int:
+        """End these requests (ids as answers bear them) with finish_reason "abort". Returns how many were running."""
+        return int((await self._ask("POST", "/abort_requests", {"request_ids": list(request_ids)}))["aborted"])
+
+    async def abort_all(self) -> int:
+        """End every running request. Returns how many."""
+        return int((await self._ask("POST", "/abort_requests", {}))["aborted"])
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop generating: `keep` freezes running requests, `wait` lets them finish first, `abort` ends them."""
+        await self._ask("POST", f"/pause?mode={mode}")
+
+    async def resume(self) -> None:
+        """Generate again."""
+        await self._ask("POST", "/resume")
+
+    async def is_paused(self) -> bool:
+        """Whether the server is paused."""
+        return bool((await self._ask("GET", "/is_paused"))["is_paused"])
+
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Have the server give the memory of weights and KV cache back. Level 1 keeps the weights in host memory, level
+        2 loses them until the next push; `mode` is that of a pause for what runs."""
+        await self._ask("POST", f"/sleep?level={level}&mode={mode}")
+
+    async def wake_up(self, tags: Sequence[SleepTag] = ("weights", "kv_cache")) -> None:
+        """Have it take the memory of these parts again: it generates once both are awake."""
+        await self._ask("POST", "/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+
+    async def is_sleeping(self) -> bool:
+        """Whether anything of the server is asleep."""
+        return bool((await self._ask("GET", "/is_sleeping"))["is_sleeping"])
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The models served, as /v1/models lists them."""
+        return list((await self._ask("GET", "/v1/models"))["data"])
+
+    async def weight_info(self) -> dict[str, Any]:
+        """The weights that serve: `weight_version`, and on a rollout server epoch, state and last error."""
+        return dict(await self._ask("GET", "/weight_info"))
+
+    async def health(self) -> bool:
+        """Whether the server answers and its engine is alive."""
+        try:
+            await self._ask("GET", "/health", timeout_s=_CONNECT_TIMEOUT_S)
+        except RolloutError:
+            return False
+        return True
+
+    async def wait_until_ready(self, timeout_s: float = 120.0) -> None:
+        """Return once the server is healthy. Raises the last RolloutError after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
         while True:
             try:
-                with connection_errors(self.base_url):
-                    async with self._http.stream("POST", _GENERATE, json=body) as response:
-                        if not response.is_success:
-                            await response.aread()
-                            check_success(response)
-                        async for data in response.aiter_bytes():
-                            for generation in events.feed(data):
-                                yield generation
-                events.check_done(self.base_url)
+                await self._ask("GET", "/health", timeout_s=_CONNECT_TIMEOUT_S)
                 return
-            except RolloutError as error:
-                if events.began:
+            except RolloutError:
+                if time.monotonic() >= deadline:
                     raise
-                await asyncio.sleep(patience.pause_s(error))
+            await self._wait(_POLL_S)
 
-    async def _answer_to(self, request: dict[str, Any]) -> Any:
-        patience = self._patience()
-        while True:
-            try:
-                with connection_errors(self.base_url):
-                    return read_answer(await self._http.request(**request))
-            except RolloutError as error:
-                await asyncio.sleep(patience.pause_s(error))
+
+def _at_once(work: Awaitable[T]) -> T:
+    """The result of a coroutine that waits for nothing."""
+    try:
+        next(work.__await__())
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    raise RuntimeError("a coroutine of a blocking client waits")
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncRolloutClient, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[RolloutClient, P], T]:
+    @functools.wraps(method)
+    def call(self: RolloutClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return _at_once(method(self, *args, **kwargs))  # type: ignore[arg-type]  # it needs what both have
+
+    return call
+
+
+class RolloutClient(_Client[Generator[Generation, None, None]]):
+    """Talks to one server. Every method raises RolloutError. Safe to share between threads; close it, or use `with`."""
+
+    def _open(self, options: dict[str, Any]) -> None:
+        self._http = httpx.Client(**options)
+
+    async def _send(self, **request: Any) -> httpx.Response:
+        return self._http.request(**request)
+
+    async def _bytes(self, **request: Any) -> AsyncGenerator[bytes, None]:
+        with self._http.stream(**request) as response:
+            if not response.is_success:
+                response.read()
+                check_success(response)
+            for data in response.iter_bytes():
+                yield data
+
+    async def _wait(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def _pieces(self, events: AsyncGenerator[Generation, None]) -> Generator[Generation, None, None]:
+        try:
+            while True:
+                yield _at_once(anext(events))
+        except StopAsyncIteration:
+            return
+        finally:
+            _at_once(events.aclose())
+
+    def __enter__(self) -> RolloutClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    request = _blocking(AsyncRolloutClient.request)
+    post = _blocking(AsyncRolloutClient.post)
+    generate = _blocking(AsyncRolloutClient.generate)
+    abort = _blocking(AsyncRolloutClient.abort)
+    abort_all = _blocking(AsyncRolloutClient.abort_all)
+    pause = _blocking(AsyncRolloutClient.pause)
+    resume = _blocking(AsyncRolloutClient.resume)
+    is_paused = _blocking(AsyncRolloutClient.is_paused)
+    sleep = _blocking(AsyncRolloutClient.sleep)
+    wake_up = _blocking(AsyncRolloutClient.wake_up)
+    is_sleeping = _blocking(AsyncRolloutClient.is_sleeping)
+    models = _blocking(AsyncRolloutClient.models)
+    weight_info = _blocking(AsyncRolloutClient.weight_info)
+    health = _blocking(AsyncRolloutClient.health)
+    wait_until_ready = _blocking(AsyncRolloutClient.wait_until_ready)
