@@ -7,6 +7,7 @@ Mean Square Layer Normalization", 2019.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,20 @@ class Deferred:
 
 deferred_heads: ContextVar[Deferred | None] = ContextVar("what the attention layer under way defers", default=None)
 """Set while an attention module whose attention takes over norms and rotation runs; None otherwise."""
+
+
+def norm_kinds(model: nn.Module) -> Iterator[tuple[Any, NormKind]]:
+    """The norms that Triton's kernel can stand for, each with its arithmetic; of those that are alike one is tried."""
+    kinds: dict[tuple[Any, ...], NormKind | None] = {}
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, nn.Parameter):
+            own = tuple(value for value in vars(module).values() if isinstance(value, int | float))
+            alike = (type(module), weight.shape, weight.dtype, *own)
+            if alike not in kinds:
+                kinds[alike] = norm_kind(module)
+            if (kind := kinds[alike]) is not None:
+                yield module, kind
 
 
 @torch.inference_mode()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,23 +70,26 @@ class PackedWeights:
         return lambda: self._parameters.live.packed[number]
 
     def _join(self, layers: list[nn.Linear]) -> None:
-        """Compute all layers when the first one is called; the others hand out their share."""
-        packed = self._add(layers)
-        widths = [layer.out_features for layer in layers]
-        shares: dict[int, Tensor] = {}  # until they are handed out: nothing of a step may outlive its layer
+        packed, widths = self._add(layers), [layer.out_features for layer in layers]
+        if len(layers) == 1:
+            layers[0].forward = lambda x: packed().multiply(x)  # type: ignore[method-assign, assignment]
+        else:
+            compute_together(layers, lambda x: torch.split_with_sizes(packed().multiply(x), widths, -1))
 
-        def first(x: Tensor) -> Tensor:
-            y = packed().multiply(x)
-            if len(widths) > 1:
-                shares.update(enumerate(torch.split_with_sizes(y, widths, -1)))
-                y = shares.pop(0)
-            return y
 
-        def other(number: int) -> Callable[[Tensor], Tensor]:
-            return lambda x: shares.pop(number)
+def compute_together(layers: Sequence[nn.Linear], product: Callable[[Tensor], Sequence[Tensor]]) -> None:
+    """Compute all layers by one product when the first one is called; the others hand out their share."""
+    shares: dict[int, Tensor] = {}  # until they are handed out: nothing of a step may outlive its layer
 
-        for number, layer in enumerate(layers):
-            layer.forward = other(number) if number else first  # type: ignore[method-assign, assignment]
+    def first(x: Tensor) -> Tensor:
+        shares.update(enumerate(product(x)))
+        return shares.pop(0)
+
+    def other(number: int) -> Callable[[Tensor], Tensor]:
+        return lambda x: shares.pop(number)
+
+    for number, layer in enumerate(layers):
+        layer.forward = other(number) if number else first  # type: ignore[method-assign, assignment]
 
 
 def fuse_norms(model: nn.Module) -> None:

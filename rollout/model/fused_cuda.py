@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rollout.kernels.attention.base import AttentionBackend, AttentionParams, RaggedBatch, current_backend, serving
-from rollout.kernels.norms import Deferred, HeadNorm, NormKind, close, deferred_heads, norm_kind
+from rollout.kernels.norms import Deferred, HeadNorm, NormKind, close, deferred_heads, norm_kinds
 from rollout.kernels.products import multiply_in_blocks
 from rollout.model.fused import GATED, gated
 from rollout.model.joined import JoinedWeights
@@ -103,18 +103,9 @@ class FusedNorm:
 
 def fuse_norms(model: nn.Module) -> dict[Any, FusedNorm]:
     """Root-mean-square norms in one launch; returns those that were replaced."""
-    kinds: dict[tuple[Any, ...], NormKind | None] = {}
     fused: dict[Any, FusedNorm] = {}
-    for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, nn.Parameter):
-            own = tuple(value for value in vars(module).values() if isinstance(value, int | float))
-            alike = (type(module), weight.shape, weight.dtype, *own)
-            if alike not in kinds:
-                kinds[alike] = norm_kind(module)
-            kind = kinds[alike]
-            if kind is not None:
-                module.forward = fused[module] = FusedNorm(module, kind)
+    for module, kind in norm_kinds(model):
+        module.forward = fused[module] = FusedNorm(module, kind)
     return fused
 
 

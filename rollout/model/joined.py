@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollout.model.fused import JOINED
+from rollout.model.fused import JOINED, compute_together
 from rollout.model.parameters import ModelParameters, ParameterSet
 
 
@@ -28,7 +28,7 @@ class JoinedWeights:
                 layers = [getattr(module, name, None) for name in group]
                 if _joinable(layers):
                     self.groups.append(layers)  # type: ignore[arg-type]
-                    _join(layers)  # type: ignore[arg-type]
+                    compute_together(layers, _product(layers))  # type: ignore[arg-type]
         self._names = {id(slot): name for name, slot in parameters.slots.items()}
         self.pack(parameters.live)
 
@@ -68,21 +68,13 @@ def _together(tensors: list[Tensor]) -> Tensor | None:
     return first.as_strided((sum(map(len, tensors)), *first.shape[1:]), first.stride())
 
 
-def _join(layers: list[nn.Linear]) -> None:
-    """Compute all layers when the first one is called; the others hand out their share."""
+def _product(layers: list[nn.Linear]) -> Callable[[Tensor], Sequence[Tensor]]:
     widths = [layer.out_features for layer in layers]
-    shares: dict[int, Tensor] = {}  # until they are handed out: nothing of a step may outlive its layer
 
-    def first(x: Tensor) -> Tensor:
+    def product(x: Tensor) -> Sequence[Tensor]:
         weight, *bias = map(_together, _tensors(layers))
         if weight is None or any(b is None for b in bias):
-            shares.update(enumerate(nn.functional.linear(x, layer.weight, layer.bias) for layer in layers))
-        else:
-            shares.update(enumerate(nn.functional.linear(x, weight, *bias).split(widths, -1)))
-        return shares.pop(0)
+            return [nn.functional.linear(x, layer.weight, layer.bias) for layer in layers]
+        return nn.functional.linear(x, weight, *bias).split(widths, -1)
 
-    def other(number: int) -> Callable[[Tensor], Tensor]:
-        return lambda x: shares.pop(number)
-
-    for number, layer in enumerate(layers):
-        layer.forward = other(number) if number else first  # type: ignore[method-assign, assignment]
+    return product

@@ -27,7 +27,7 @@ from rollout.kernels.attention import cuda
 from rollout.kernels.attention import native_paged as native
 from rollout.kernels.attention.base import AttentionParams
 from rollout.kernels.attention.chunked import CHUNK, attend_causally, hidden_by_order, padded_rows
-from rollout.kernels.products import PackedWeight, serves_linear
+from rollout.kernels.products import PackedWeight, multiply_in_blocks, serves_linear
 from trainer_bridge.score import exact_cuda
 
 ATTENTION_NAME = "rollout_exact"
@@ -52,13 +52,13 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
         raise ValueError(f"{type(model).__name__} doesn't take its attention from transformers' AttentionInterface")
     if model._can_set_experts_implementation():
         model.set_experts_implementation("batched_mm")
-    head = model.get_output_embeddings()
-    if exact_cuda.serves(model.device):
-        exact_cuda.install(model)
+    on_gpu = exact_cuda.serves(model.device)
+    if on_gpu:
+        exact_cuda.install_norms(model)
     for module in model.modules():
-        if isinstance(module, nn.Linear) and serves_linear(module):
-            product = _product(module, torch.float32 if module is head else module.weight.dtype)
-            module.forward = product  # type: ignore[method-assign, assignment]
+        if type(module) is nn.Linear and (on_gpu or serves_linear(module)):
+            multiply = _in_blocks(module) if on_gpu else _packed(module, module is model.get_output_embeddings())
+            module.forward = _product(module, multiply)  # type: ignore[method-assign]
     original, dtypes = model.forward, _dtypes(model)
 
     @functools.wraps(original)
@@ -236,18 +236,20 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) 
     return output.reshape(batch, heads, length, -1).transpose(1, 2)
 
 
-def _product(layer: nn.Linear, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The layer's forward pass by the engine's product. It packs each time: nothing tells when a weight changes."""
+def _in_blocks(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
+    return lambda x: multiply_in_blocks(x, layer.weight, layer.bias)
 
-    def forward(x: Tensor) -> Tensor:
-        biases = [] if layer.bias is None else [layer.bias.detach()]
-        packed = PackedWeight.of([layer.weight.detach()], biases)
-        output: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x, layer.weight, layer.bias, packed, dtype
-        )
-        return output
 
-    return forward
+def _packed(layer: nn.Linear, is_head: bool) -> Callable[[Tensor], Tensor]:
+    """It packs each time: nothing tells when a weight changes."""
+    biases = [] if layer.bias is None else [layer.bias]
+    dtype = torch.float32 if is_head else torch.bfloat16
+    return lambda x: PackedWeight.of([layer.weight], biases).multiply(x, dtype)
+
+
+def _product(layer: nn.Linear, multiply: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
+    """The layer's forward pass by the engine's product, `multiply`."""
+    return lambda x: _Product.apply(x, layer.weight, layer.bias, multiply)  # type: ignore[no-untyped-call]
 
 
 class _Product(torch.autograd.Function):
@@ -255,12 +257,12 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, packed: PackedWeight, dtype: torch.dtype
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, multiply: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """x (…, inputs), weight (outputs, inputs), bias (outputs,) → (…, outputs) in `dtype`."""
+        """x (…, inputs), weight (outputs, inputs), bias (outputs,) → (…, outputs)."""
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return packed.multiply(x, dtype)
+        return multiply(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -269,7 +271,7 @@ class _Product(torch.autograd.Function):
         grad = gradients[0].to(weight.dtype).flatten(0, -2)
         grad_x = (grad @ weight).view_as(x) if ctx.needs_input_grad[0] else None
         grad_weight = grad.T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None, None
+        return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None, None
 
 
 class _ChunkedAttention(torch.autograd.Function):

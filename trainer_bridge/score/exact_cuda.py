@@ -1,4 +1,4 @@
-"""What `exact` computes on a GPU as an exact server does there: products in blocks of rows, norms in one order."""
+"""The norms of `exact` on a GPU: in one order, as an exact server's."""
 
 from __future__ import annotations
 
@@ -9,36 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from rollout.kernels.attention import cuda
-from rollout.kernels.norms import NormKind, norm_kind
-from rollout.kernels.products import multiply_in_blocks
+from rollout.kernels.norms import NormKind, norm_kinds
 
 
-def install(model: nn.Module) -> None:
-    """Replace the forward passes of linear layers and root-mean-square norms; gradients stay those of the formulas."""
-    kinds: dict[tuple[Any, ...], NormKind | None] = {}
-    module: Any
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.forward = _product(module)  # type: ignore[method-assign]
-        elif isinstance(getattr(module, "weight", None), nn.Parameter):
-            alike = (type(module), module.weight.shape, module.weight.dtype, module.extra_repr())
-            if alike not in kinds:
-                kinds[alike] = norm_kind(module)
-            kind = kinds[alike]
-            if kind is not None:
-                module.forward = _norm(module, kind)
+def install_norms(model: nn.Module) -> None:
+    """Replace the forward passes of root-mean-square norms; gradients stay those of the formula."""
+    for module, kind in norm_kinds(model):
+        module.forward = _norm(module, kind)
 
 
 def serves(device: torch.device) -> bool:
-    """Whether a server computes on this device as `install` does."""
+    """Whether a server computes on this device with Triton's kernels."""
     return device.type == "cuda" and cuda.has_triton()
-
-
-def _product(layer: nn.Linear) -> Any:
-    def forward(x: Tensor) -> Any:
-        return _Product.apply(x, layer.weight, layer.bias)  # type: ignore[no-untyped-call]
-
-    return forward
 
 
 def _norm(module: Any, kind: NormKind) -> Any:
@@ -50,26 +32,6 @@ def _norm(module: Any, kind: NormKind) -> Any:
         return _Norm.apply(x, module.weight, kind)  # type: ignore[no-untyped-call]
 
     return forward
-
-
-class _Product(torch.autograd.Function):
-    """A linear layer in blocks of rows, and its gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x (…, inputs), weight (outputs, inputs), bias (outputs,) → (…, outputs)."""
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
-        return multiply_in_blocks(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, weight and bias."""
-        x, weight = ctx.saved_tensors
-        grad = gradients[0].flatten(0, -2)
-        grad_x = (grad @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        grad_weight = grad.T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, grad.sum(0) if ctx.has_bias else None
 
 
 class _Norm(torch.autograd.Function):
