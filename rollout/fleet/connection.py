@@ -184,8 +184,7 @@ class ProcessConnection:
     async def close(self, timeout_s: float) -> None:
         """End the process (SIGTERM, then SIGKILL after the timeout), wait for it, and free the sockets."""
         self.end()
-        if self._closing is None:
-            self._closing = self._loop.create_task(self._close(timeout_s))
+        self._closing = self._closing or self._loop.create_task(self._close(timeout_s))
         await asyncio.shield(self._closing)
 
     async def _close(self, timeout_s: float) -> None:

@@ -24,6 +24,8 @@ from rollout.model.parameters import ModelParameters, ParameterSet
 
 TRIED = (1, 5, 64)
 """Numbers of rows that a replacement is tried on."""
+TRIED_TOKENS = 5
+"""Rows that a whole layer is tried on."""
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one module that transformers' code applies to the same input, one after another."""
 GATED = ("gate_proj", "up_proj", "down_proj")
@@ -181,34 +183,66 @@ class SiLUGate(nn.SiLU):
         return y
 
 
-def fuse_gates(model: nn.Module) -> None:
-    """The usual gated layers, `down_proj(silu(gate_proj(x)) * up_proj(x))` in bfloat16, with a gate of one pass."""
-    same: dict[type, bool] = {}
+def fuse_gates(
+    model: nn.Module, gate_of: Callable[[Any], nn.Module | None], same: Callable[[Tensor, Tensor], bool]
+) -> int:
+    """The usual gated layers, `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, with a gate of one pass.
+
+    `gate_of` gives the gate of a layer, None for others; it is taken where `same` of both outputs. Returns their number.
+    """
+    accepted: dict[tuple[type, type], bool] = {}
+    count = 0
     module: Any
-    for module in model.modules():
-        if not all(serves_linear(getattr(module, name, None)) for name in GATED) or not is_fast() or not _same_silu():
+    for module in list(model.modules()):
+        gate = gate_of(module)
+        if gate is None:
             continue
-        if type(getattr(module, "act_fn", None)).__name__ not in ("SiLU", "SiLUActivation"):
-            continue
-        if type(module) not in same:
-            same[type(module)] = _same_gate(module)
-        if same[type(module)]:
-            module.act_fn = SiLUGate()
-            module.forward = gated(module)
+        kind = type(module), type(module.act_fn)
+        if kind not in accepted:
+            accepted[kind] = _same_gate(module, gate, same)
+        if accepted[kind]:
+            module.act_fn, module.forward = gate, gated(module)
+            count += 1
+    return count
 
 
-def _same_gate(module: Any) -> bool:
-    """Tried with other weights than the model's, which may be too small to reach a limit that the layer has."""
-    stock = copy.copy(module)
-    stock._modules = {**module._modules}
-    for name in GATED:
-        inputs, outputs = getattr(module, name).in_features, getattr(module, name).out_features
-        stock._modules[name] = fresh = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
-        nn.init.uniform_(fresh.weight, -4 * inputs**-0.5, 4 * inputs**-0.5)
-    fused = copy.copy(stock)
-    fused._modules = {**stock._modules, "act_fn": SiLUGate()}
-    kind = type(module)
-    return _same(lambda x: kind.forward(stock, x), gated(fused), module.gate_proj.in_features, torch.bfloat16)
+def native_gate(module: Any) -> nn.Module | None:
+    """The native gate, for layers in bfloat16 whose products are native as well."""
+    if not all(serves_linear(getattr(module, name, None)) for name in GATED) or not is_fast() or not _same_silu():
+        return None
+    return SiLUGate() if type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation") else None
+
+
+def _same_gate(module: Any, gate: nn.Module, same: Callable[[Tensor, Tensor], bool]) -> bool:
+    """Tried without the products, whose outputs may be too small to reach a limit that the layer has."""
+    products: list[Callable[[Tensor], Tensor]] = [lambda x: 4 * x, lambda x: 4 * x.flip(-1), lambda x: x]
+    stock = with_parts(module, **{name: Stub(product) for name, product in zip(GATED, products, strict=True)})
+    x = random_like(module.down_proj.weight, module.down_proj.in_features)
+    return same(gated(with_parts(stock, act_fn=gate))(x), type(module).forward(stock, x))
+
+
+class Stub(nn.Module):
+    """Stands in for a part of a module that is tried."""
+
+    def __init__(self, compute: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
+        return self._compute(hidden_states)
+
+
+def with_parts(module: Any, **parts: nn.Module) -> Any:
+    """The module with other parts."""
+    other = copy.copy(module)
+    other._modules = {**module._modules, **parts}
+    return other
+
+
+def random_like(weight: Tensor, width: int) -> Tensor:
+    """Rows (1, TRIED_TOKENS, width) like `weight`."""
+    generator = torch.Generator().manual_seed(1)
+    return (3 * torch.randn(1, TRIED_TOKENS, width, generator=generator)).to(weight)
 
 
 def gated(module: Any) -> Callable[[Tensor], Tensor]:

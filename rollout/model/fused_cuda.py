@@ -8,7 +8,6 @@ roundings of the model's dtype.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import logging
 import sys
@@ -22,13 +21,12 @@ from transformers import PreTrainedModel
 from rollout.kernels.attention.base import AttentionBackend, AttentionParams, RaggedBatch, current_backend, serving
 from rollout.kernels.norms import Deferred, HeadNorm, NormKind, close, deferred_heads, norm_kinds
 from rollout.kernels.products import multiply_in_blocks
-from rollout.model.fused import GATED, gated
+from rollout.model.fused import GATED, TRIED_TOKENS, Stub, fuse_gates, random_like, with_parts
 from rollout.model.joined import JoinedWeights
 from rollout.model.parameters import ModelParameters
 
 logger = logging.getLogger(__name__)
 
-TRIED_TOKENS = 5
 PRE_NORM = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 """The parts of a decoder layer that adds what its attention and its MLP give to what it was given."""
 GELU = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True}
@@ -50,7 +48,7 @@ def fuse(parameters: ModelParameters) -> JoinedWeights:
         "joined products": len(joined.groups),
         "norms": len(norms),
         "sums": fuse_sums(model, norms),
-        "gates": fuse_gates(model),
+        "gates": fuse_gates(model, _gate_of, close),
         "attention layers": fuse_heads(model, norms),
     }
     logger.info("fused for the GPU: %s", ", ".join(f"{count} {name}" for name, count in counts.items()))
@@ -140,35 +138,11 @@ def _summing(layer: Any, post: FusedNorm, following: FusedNorm | None) -> Callab
     return forward
 
 
-class _Stub(nn.Module):
-    """Stands in for a part of a module that is tried."""
-
-    def __init__(self, compute: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self._compute = compute
-
-    def forward(self, hidden_states: Tensor, **_: Any) -> Any:
-        return self._compute(hidden_states)
-
-
-def _with(module: Any, **parts: nn.Module) -> Any:
-    """The module with other parts."""
-    other = copy.copy(module)
-    other._modules = {**module._modules, **parts}
-    return other
-
-
-def _random(weight: Tensor, width: int) -> Tensor:
-    """Rows (1, TRIED_TOKENS, width) like `weight`."""
-    generator = torch.Generator().manual_seed(1)
-    return (3 * torch.randn(1, TRIED_TOKENS, width, generator=generator)).to(weight)
-
-
 def _same_sums(layer: Any, post: FusedNorm) -> bool:
-    attended = _Stub(lambda x: (x.roll(1, -1) / 2, None))
-    tried = _with(layer, self_attn=attended, mlp=_Stub(lambda x: x.flip(-1)))
+    attended = Stub(lambda x: (x.roll(1, -1) / 2, None))
+    tried = with_parts(layer, self_attn=attended, mlp=Stub(lambda x: x.flip(-1)))
     weight = layer.input_layernorm.weight
-    x = _random(weight, len(weight))
+    x = random_like(weight, len(weight))
     return close(_summing(tried, post, None)(x), type(layer).forward(tried, x))
 
 
@@ -193,35 +167,12 @@ class FusedGate(nn.Module):
         return output
 
 
-def fuse_gates(model: nn.Module) -> int:
-    """The usual gated layers, `down_proj(act_fn(gate_proj(x)) * up_proj(x))`; how many there are."""
-    accepted: dict[tuple[type, ...], bool] = {}
-    count = 0
-    module: Any
-    for module in list(model.modules()):
-        if not all(isinstance(getattr(module, name, None), nn.Linear) for name in GATED):
-            continue
-        act = getattr(module, "act_fn", None)
-        gelu = GELU.get(type(act).__name__)
-        if gelu is None:
-            continue
-        kind, fused = (type(module), type(act)), FusedGate(act, gelu=gelu)
-        if kind not in accepted:
-            accepted[kind] = _same_gate(module, fused)
-        if accepted[kind]:
-            module.act_fn = fused
-            module.forward = gated(module)
-            count += 1
-    return count
-
-
-def _same_gate(module: Any, fused: FusedGate) -> bool:
-    """Tried without the products, whose outputs may be too small to reach a limit that the layer has."""
-    width = module.down_proj.in_features
-    products: list[Callable[[Tensor], Tensor]] = [lambda x: 4 * x, lambda x: 4 * x.flip(-1), lambda x: x]
-    tried = _with(module, **{name: _Stub(product) for name, product in zip(GATED, products, strict=True)})
-    x = _random(module.down_proj.weight, width)
-    return close(gated(_with(tried, act_fn=fused))(x), type(module).forward(tried, x))
+def _gate_of(module: Any) -> nn.Module | None:
+    if not all(isinstance(getattr(module, name, None), nn.Linear) for name in GATED):
+        return None
+    act = getattr(module, "act_fn", None)
+    gelu = GELU.get(type(act).__name__)
+    return None if gelu is None else FusedGate(act, gelu=gelu)
 
 
 # -- norms of heads, rotary embeddings and the write to the cache
@@ -280,7 +231,7 @@ class _Heads(AttentionBackend):
             query = kernels().write_heads(query, key, value, keys, values, slots, deferred)
             key, value = keys[:, 0].transpose(0, 1), values[:, 0].transpose(0, 1)
         self.seen[layer] = query.clone(), key.clone(), value.clone()
-        output = _random(value, query.shape[0] * value.shape[-1])[0, : query.shape[1]]
+        output = random_like(value, query.shape[0] * value.shape[-1])[0, : query.shape[1]]
         return output.view(query.shape[1], query.shape[0], -1)
 
 

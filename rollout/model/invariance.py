@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from rollout.kernels.attention.base import AttentionBackend, AttentionParams, RaggedBatch, serving
 from rollout.kernels.attention.chunked import CHUNK, fill_up
+from rollout.model.load_check import steps
 
 LENGTHS = (CHUNK + 21, CHUNK + 5, 40, 3)
 """The sequences that are tried: two reach a second chunk, one is a few tokens."""
@@ -42,9 +43,9 @@ def prove_batch_invariance(
     for index, ids in enumerate(sequences):
         _run(model, make_backend, block_size, [(index, ids)], [[len(ids)]], alone)
     together = _Bits(alone.axes)
-    plans = [[n // 2, n - DECODED - n // 2, *[1] * DECODED] for n in LENGTHS]
-    plans[-1] = [0, 0, 1, 1, 1]
-    _run(model, make_backend, block_size, list(enumerate(sequences)), plans, together)
+    ends = [[n // 2, *range(n - DECODED, n + 1)] for n in LENGTHS]
+    ends[-1] = [0, 0, 1, 2, 3]
+    _run(model, make_backend, block_size, list(enumerate(sequences)), zip(*ends, strict=True), together)
     differing = [name for name, rows in alone.rows.items() if rows != together.rows[name]]
     if differing:
         kinds = [f"{name} ({alone.kinds[name]})" for name in differing[:NAMED]]
@@ -109,26 +110,14 @@ def _run(
     make_backend: Callable[[int], AttentionBackend],
     block_size: int,
     sequences: list[tuple[int, list[int]]],
-    plans: list[list[int]],
+    plan: Iterable[Sequence[int]],
     bits: _Bits,
 ) -> None:
-    """Compute the numbered sequences, each in the steps that its plan lists, all of one step side by side."""
+    """Compute the numbered sequences in the steps of `plan` (see `load_check.steps`)."""
     backend = _Watched(make_backend(1 + len(sequences) * -(-max(LENGTHS) // block_size)), bits)
-    blocks = [-(-len(ids) // block_size) for _, ids in sequences]
-    ends = [1 + sum(blocks[: i + 1]) for i in range(len(blocks))]
-    tables = [list(range(end - count, end)) for end, count in zip(ends, blocks, strict=True)]
-    done = [0] * len(sequences)
-    for counts in zip(*plans, strict=True):
-        chosen = [i for i, count in enumerate(counts) if count]
-        row: list[int] = []
-        backend.tokens, query_start = [], [0]
-        for i in chosen:
-            number, ids = sequences[i]
-            row += ids[done[i] : done[i] + counts[i]]
-            backend.tokens += [(number, position) for position in range(done[i], done[i] + counts[i])]
-            query_start.append(len(row))
-            done[i] += counts[i]
-        batch = RaggedBatch(query_start, [done[i] for i in chosen], [tables[i] for i in chosen])
+    for parts, batch in steps([len(ids) for _, ids in sequences], plan, block_size):
+        row = [token for i, start, end in parts for token in sequences[i][1][start:end]]
+        backend.tokens = [(sequences[i][0], position) for i, start, end in parts for position in range(start, end)]
         backend.prepare(batch)
         with serving(backend), _watching(model, backend):
             inputs = fill_up(torch.from_numpy(np.stack([row, batch.positions])), model.dtype).to(model.device)

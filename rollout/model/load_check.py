@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from rollout.kernels.attention.base import (
     attention_forward,
     serving,
 )
-from rollout.model.layer_check import LayerCheck
+from rollout.model.layer_check import LayerCheck, Part
 
 AttentionInterface.register(ATTENTION_NAME, attention_forward)
 
@@ -141,6 +141,23 @@ def _record_shapes(model: PreTrainedModel, ids: Tensor, num_layers: int) -> list
     return [recorder.shapes[layer] for layer in range(num_layers)]
 
 
+def steps(
+    lengths: Sequence[int], plan: Iterable[Sequence[int]], block_size: int
+) -> Iterator[tuple[list[Part], RaggedBatch]]:
+    """The parts that each step computes, side by side, and its batch: `plan` says how far each sequence is then.
+
+    The sequences lie one behind the other in a cache, from block 1 on.
+    """
+    bounds = accumulate((-(-length // block_size) for length in lengths), initial=1)
+    tables = [list(range(start, end)) for start, end in pairwise(bounds)]
+    done: Sequence[int] = [0] * len(lengths)
+    for ends in plan:
+        parts = [(i, start, end) for i, (start, end) in enumerate(zip(done, ends, strict=True)) if start < end]
+        starts = [0, *accumulate(end - start for _, start, end in parts)]
+        yield parts, RaggedBatch(starts, [end for _, _, end in parts], [tables[i] for i, _, _ in parts])
+        done = ends
+
+
 def _in_parts(
     model: PreTrainedModel,
     make_backend: Callable[[int], AttentionBackend],
@@ -152,15 +169,10 @@ def _in_parts(
 
     First a chunk of both, then one more chunk beside a single token.
     """
-    blocks = [-(-len(ids) // block_size) for ids in sequences]
-    backend = make_backend(1 + sum(blocks))
-    tables = [list(range(1 + sum(blocks[:i]), 1 + sum(blocks[: i + 1]))) for i in range(len(blocks))]
-    done, logits = [0] * len(sequences), torch.empty(0)
-    long, short = map(len, sequences)
-    for ends in ((long - long // 5 - 1, short - 1), (long, short)):
-        parts = [(i, done[i], end) for i, end in enumerate(ends)]
-        starts = [0, *accumulate(end - start for _, start, end in parts)]
-        batch = RaggedBatch(starts, list(ends), tables)
+    backend = make_backend(1 + sum(-(-len(ids) // block_size) for ids in sequences))
+    logits = torch.empty(0)
+    long, short = lengths = list(map(len, sequences))
+    for parts, batch in steps(lengths, ((long - long // 5 - 1, short - 1), (long, short)), block_size):
         backend.prepare(batch)
         if layers is not None:
             layers.parts = parts
@@ -169,9 +181,8 @@ def _in_parts(
                 input_ids=torch.cat([sequences[i][start:end] for i, start, end in parts])[None],
                 position_ids=torch.from_numpy(batch.positions)[None].to(model.device),
                 use_cache=False,
-                logits_to_keep=torch.tensor(starts[1:], device=model.device) - 1,
+                logits_to_keep=torch.tensor(batch.query_start[1:], dtype=torch.long, device=model.device) - 1,
             ).logits[0]
-        done = list(ends)
     return list(logits.float())
 
 

@@ -19,7 +19,7 @@ from rollout.kernels.attention.cuda import TritonAttention, has_triton
 from rollout.kernels.attention.torch_paged import TorchAttention
 from rollout.kernels.native import keep_freed_memory
 from rollout.model import fused_cuda, invariance
-from rollout.model.fused import PackedWeights, fuse_gates, fuse_norms, fuse_rotary
+from rollout.model.fused import PackedWeights, fuse_gates, fuse_norms, fuse_rotary, native_gate
 from rollout.model.graphs import CudaGraphs, DecodeGraphs, bucket_sizes
 from rollout.model.joined import JoinedWeights
 from rollout.model.load_check import LENGTHS, plug_in_attention
@@ -66,7 +66,7 @@ class ModelRunner:
             fuse_norms(self.model)
             fuse_rotary(self.model)
             self.packed = PackedWeights(self.parameters)
-            fuse_gates(self.model)
+            fuse_gates(self.model, native_gate, torch.equal)
         if config.batch_invariant:
             invariance.prove_batch_invariance(
                 self.model, lambda blocks: self._backend(shapes, blocks), config.block_size

@@ -21,7 +21,7 @@ from rollout.engine.engine import Engine
 from rollout.kernels import native
 from rollout.kernels.products import PackedWeight, serves_linear
 from rollout.model import fused
-from rollout.model.fused import PackedWeights, SiLUGate, fuse_gates, fuse_norms, fuse_rotary
+from rollout.model.fused import PackedWeights, SiLUGate, fuse_gates, fuse_norms, fuse_rotary, native_gate
 from rollout.model.parameters import CommitMethod, ModelParameters
 from tests.support import tiny_models
 from tests.support.engine_utils import prompt
@@ -82,7 +82,7 @@ def test_gates_keep_every_bit(name: str) -> None:
     model, stock = (tiny_models.model(name).bfloat16() for _ in range(2))
     PackedWeights(ModelParameters(model))
     PackedWeights(ModelParameters(stock))
-    fuse_gates(model)
+    fuse_gates(model, native_gate, torch.equal)
     gates = [module for module in model.modules() if isinstance(getattr(module, "act_fn", None), SiLUGate)]
     served = serves_linear(stock.get_output_embeddings()) and native.is_fast()
     assert len(gates) == (3 if served and name in ("llama", "qwen2") else 0)
@@ -138,7 +138,7 @@ def test_a_gate_with_a_limit_is_not_taken_for_one_without(limit: float, same: bo
         for parameter in layer.parameters():
             parameter.mul_(1e-3)
     if native.library() is not None:
-        assert fused._same_gate(layer) is same
+        assert fused._same_gate(layer, SiLUGate(), torch.equal) is same
 
 
 def replies(engine: Engine) -> Any:

@@ -92,8 +92,7 @@ class RayConnection:
     async def close(self, timeout_s: float) -> None:
         """End the engine and its actor, by force after the timeout, and leave the place to a successor."""
         self.end()
-        if self._closing is None:
-            self._closing = self._loop.create_task(self._close(timeout_s))
+        self._closing = self._closing or self._loop.create_task(self._close(timeout_s))
         await asyncio.shield(self._closing)
 
     async def _close(self, timeout_s: float) -> None:
