@@ -188,7 +188,7 @@ def fuse_gates(
 ) -> int:
     """The usual gated layers, `down_proj(act_fn(gate_proj(x)) * up_proj(x))`, with a gate of one pass.
 
-    `gate_of` gives the gate of a layer, None for others; it is taken where `same` of both outputs. Returns their number.
+    `gate_of` gives the gate of a layer, None for others; it is taken where `same` of both outputs. Returns how many.
     """
     accepted: dict[tuple[type, type], bool] = {}
     count = 0
