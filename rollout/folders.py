@@ -32,7 +32,6 @@ class OwnedFolder:
         unlocked.rename(self.path / _OWNER)  # it is locked when it is first seen under that name
 
     def close(self) -> None:
-        """Remove it."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)

@@ -66,7 +66,6 @@ class Place:
         return made
 
     def saved(self, model: PreTrainedModel) -> Path:
-        """The folder of this model."""
         path = self.folder / f"{model.config.model_type}-{model.dtype}".replace("torch.", "")
         model.save_pretrained(path)
         return path

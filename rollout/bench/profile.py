@@ -43,7 +43,6 @@ class Steps:
 
     @property
     def seconds(self) -> float:
-        """Of all these steps."""
         return sum(phase.seconds for phase in self.phases.values())
 
 
@@ -79,7 +78,6 @@ class StepTimer:
                 self._hook(module, phase)
 
     def step(self) -> None:
-        """One step of the engine, timed."""
         self._step = defaultdict(Phase)
         self._kind, self._tokens = "decode", 0
         self._enter(REST)

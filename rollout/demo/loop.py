@@ -159,7 +159,6 @@ class _RunLog:
         return str(self._tokenizer.decode(list(token_ids)))
 
     def finish(self, numbers: dict[str, Any]) -> None:
-        """Write summary and picture."""
         (self._output / "summary.json").write_text(json.dumps(numbers, indent=2) + "\n")
         dashboard.plot(history(self.steps), self._output / "reward.png", PANELS)
         self._wandb.finish(numbers)

@@ -70,10 +70,8 @@ class GRPO:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Policy and optimizer."""
         return {"policy": self.policy.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state_dict` gave."""
         self.policy.load_state_dict(state["policy"])
         self._optimizer.load_state_dict(state["optimizer"])

@@ -121,7 +121,6 @@ class EngineClient:
 
     @property
     def info(self) -> EngineReady:
-        """The facts that the ready engine stated."""
         assert self._info is not None, "the engine has not been ready yet"
         return self._info
 

@@ -155,7 +155,6 @@ class ProcessConnection:
 
     @property
     def pid(self) -> int | None:
-        """The process."""
         return self.process.pid
 
     def send(self, message: ToEngine) -> None:
@@ -174,7 +173,6 @@ class ProcessConnection:
             self._unsent.popleft()
 
     def end(self) -> None:
-        """Ask the process to end, and take no more notice of it."""
         if not self.ended:
             self.ended = True
             self._loop.remove_reader(self.process.sentinel)

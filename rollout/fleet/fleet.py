@@ -136,7 +136,6 @@ class Fleet:
 
     @property
     def info(self) -> EngineReady:
-        """The facts that rank 0 stated."""
         return self.ranks[0].info
 
     @property
@@ -146,7 +145,6 @@ class Fleet:
 
     @property
     def error(self) -> EngineError | None:
-        """Set while there is no engine to talk to."""
         return None if self.living else self.ranks[0].error
 
     @property
@@ -159,7 +157,6 @@ class Fleet:
 
     @property
     def in_flight(self) -> int:
-        """How many choices run or wait."""
         return sum(client.in_flight for client in self.ranks)
 
     def check_room(self, n: int) -> None:

@@ -90,7 +90,6 @@ class RequestStream:
 
     @property
     def finished(self) -> bool:
-        """True once every choice has ended."""
         return not self._left
 
     def __aiter__(self) -> RequestStream:

@@ -136,20 +136,15 @@ class WeightCalls:
                 change.report(rank)  # each was prepared; one that died meanwhile lives no more
             asked = [rank.send_call("finish_weight_update", body, timeout_s=timeout_s) for rank in ranks]
             outcomes = await asyncio.gather(*asked, return_exceptions=True)
-        answers: list[Body] = []
         for rank, outcome in zip(ranks, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                change.report(rank, outcome)
-            else:
-                change.report(rank)
-                answers.append(outcome)
+            change.report(rank, outcome if isinstance(outcome, BaseException) else None)
         if change.phase == "aborted":
             assert change.error is not None
             raise change.error
         for rank in change.failed:
             if rank.error is None:
                 rank.fail(f"it did not commit with the others: {change.error}")
-        return answers[0]
+        return next(outcome for outcome in outcomes if not isinstance(outcome, BaseException))
 
     async def _relabel(self, params: Body, timeout_s: float) -> Body:
         async with self.turn:

@@ -127,7 +127,6 @@ def _run(
 
 @contextmanager
 def _watching(model: nn.Module, backend: _Watched) -> Iterator[None]:
-    """Note the outputs of all modules that have no parts of their own."""
     hooks = []
     for name, module in model.named_modules():
         if next(module.children(), None) is None:

@@ -52,7 +52,6 @@ def _joinable(layers: list[Any]) -> bool:
 
 
 def _tensors(layers: list[nn.Linear]) -> list[list[Tensor]]:
-    """The layers' weights, and their biases where they have some."""
     weights = [layer.weight for layer in layers]
     return [weights] if layers[0].bias is None else [weights, [layer.bias for layer in layers]]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,22 +14,18 @@ from rollout.model.graphs import Graph
 
 CommitMethod = Literal["flip", "copy"]
 
-_numbers = itertools.count()
-
 
 @dataclass(eq=False)
 class ParameterSet:
     """One whole set of a model's parameters, and everything that was made of it.
 
     `tensors`: its buffers, by first module name. `packed`: the packed weights of its linear layers, in the order of
-    `PackedWeights`. `graphs`: the CUDA graphs that read its buffers, by batch size. `number` names the set in logs:
-    unlike an address it is never given to another one.
+    `PackedWeights`. `graphs`: the CUDA graphs that read its buffers, by batch size.
     """
 
     tensors: dict[str, Tensor]
     packed: list[PackedWeight] = field(default_factory=list)
     graphs: dict[int, Graph] = field(default_factory=dict)
-    number: int = field(default_factory=lambda: next(_numbers))
 
 
 class ModelParameters:

@@ -89,7 +89,6 @@ class RoutedExperts:
         self._slots[batch.slots(self._block_size)] = rows
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy blocks (source, destination), as the cache does."""
         blocks = self._slots.reshape(-1, self._block_size, *self._slots.shape[1:])
         for source, destination in pairs:
             blocks[destination] = blocks[source]

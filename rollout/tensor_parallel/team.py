@@ -119,7 +119,6 @@ class Team:
         self.check()
 
     def send(self, command: ToFollower) -> None:
-        """Send a command to every follower."""
         for follower in self._followers:
             follower.send(command)
 
@@ -233,7 +232,6 @@ class LeadingRunner(ModelRunner):
             return super().forward(token_ids, batch, head_rows)
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """As `ModelRunner.copy_blocks`."""
         if pairs and self.team is not None:
             self.team.send(CopyBlocks(pairs))
         super().copy_blocks(pairs)

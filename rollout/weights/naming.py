@@ -69,7 +69,6 @@ class NameMap:
                 self._add(name, first, name, whole, "module" if name in sliced else None)
 
     def shape(self, slot: str) -> torch.Size:
-        """The whole parameter's shape."""
         return self.shares[slot].shape if slot in self.shares else self._held[slot]
 
     def _add(self, name: str, first: dict[str, str], module_name: str, view: torch.Tensor, style: Style | None) -> None:

@@ -47,7 +47,6 @@ class Ownership:
         self.owner: Owner | None = None
 
     def owns(self, token: str | None) -> bool:
-        """Whether this is the owner's token."""
         return self.owner is not None and self.owner.token == token
 
     def check_rejoin(self, body: InitBody) -> None:
@@ -64,7 +63,6 @@ class Ownership:
         self.owner = Owner(body.owner, not body.handed_out, where)
 
     def release(self) -> None:
-        """Nobody owns the transfer any more."""
         self.owner = None
 
     def check(self, method: str, token: str | None) -> None:

@@ -206,7 +206,6 @@ class TrainerConnection:
         return receiver
 
     def leave(self) -> None:
-        """Leave the trainer's group."""
         if self._receiver is not None:
             self._receiver.stop()
             self._receiver = None

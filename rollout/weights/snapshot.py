@@ -42,7 +42,6 @@ class SnapshotKeeper:
         threading.Thread(target=self._run, name="weights-snapshot", daemon=True).start()
 
     def request(self) -> None:
-        """Have what serves now written."""
         self._wanted.set()
 
     def _run(self) -> None:

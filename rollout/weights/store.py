@@ -185,7 +185,6 @@ class WeightStore:
 
     @property
     def validity(self) -> str:
-        """`valid`, or `invalid` until an update completes."""
         return "valid" if self.valid else "invalid"
 
     @contextmanager

@@ -80,7 +80,6 @@ class Update:
             raise WeightUpdateError(409, f"{method} {told}: the update that is open is {self.id}", param="update_id")
 
     def reply(self, result: dict[str, Any]) -> None:
-        """Answer the call that waits."""
         answer, self.answer = self.answer, None
         if answer is not None:
             answer.set_result(result)

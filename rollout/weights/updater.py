@@ -86,7 +86,6 @@ class WeightUpdater:
 
     @property
     def methods(self) -> frozenset[str]:
-        """The control calls understood by `call`."""
         return frozenset(self._methods)
 
     def call(self, method: str, params: dict[str, Any]) -> Answer:

@@ -190,12 +190,6 @@ def test_a_commit_by_copy_moves_no_parameter_and_keeps_the_live_sets_graphs():
         assert live.graphs == {1: graph}
 
 
-def test_a_set_of_parameters_has_a_number_of_its_own():
-    parameters = ModelParameters(llama(0))
-    numbers = [parameters.new_set().number for _ in range(3)]  # each is freed, and its memory may be taken again
-    assert len({parameters.live.number, *numbers}) == 4
-
-
 def test_a_checksum_under_way_keeps_its_set_from_being_overwritten():
     served = llama(0)
     store = WeightStore(ModelParameters(served, "flip"))

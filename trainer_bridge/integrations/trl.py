@@ -53,7 +53,6 @@ class _Stream:
         self._pairs = pairs
 
     def infos(self) -> list[TensorInfo]:
-        """Names, dtypes and full shapes: the model's, the same in every push."""
         return self._infos or []
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -113,7 +112,6 @@ class WeightTransfer:
                 pass
 
     def destroy(self) -> None:
-        """Leave the group."""
         if self._sender is not None:
             self._sender.close()
             self._sender = None

@@ -99,7 +99,6 @@ class RolloutWorker:
         self._generator.start()
 
     def stop(self) -> None:
-        """Abort what is running and end the thread."""
         self._generator.stop()
 
     def update_model_version(self, model_version: int) -> None:

@@ -69,7 +69,6 @@ class WandbLogger:
         self._run.log(row)
 
     def finish(self, summary: Mapping[str, Any] | None = None) -> None:
-        """Close the run, with these numbers as its summary's."""
         if self._run is not None:
             self._run.summary.update(dict(summary or {}))
             self._run.finish()

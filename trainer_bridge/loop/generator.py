@@ -80,7 +80,6 @@ class GroupGenerator:
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
 
     def start(self) -> None:
-        """Begin to generate."""
         self.last_turn = time.monotonic()
         self._thread.start()
 

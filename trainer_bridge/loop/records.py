@@ -63,7 +63,6 @@ class ReplayedChoice:
 
     @property
     def same(self) -> bool:
-        """Equal ids and equal bits."""
         return self.first_difference is None and not self.differing_logprobs
 
 

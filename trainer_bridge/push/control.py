@@ -68,7 +68,6 @@ class ServerControl:
         self._client = RolloutClient(base_url, api_key=api_key, timeout_s=timeout_s)
 
     def close(self) -> None:
-        """Close the connections."""
         self._client.close()
 
     def call(
@@ -99,7 +98,6 @@ class ServerControl:
         self.call("POST", "/init_weight_transfer_engine", body)
 
     def start(self, body: dict[str, Any], update_id: str) -> None:
-        """Open an update."""
         self._ids["update_id"] = update_id
         self.update_call("start", body)
         self.open = True

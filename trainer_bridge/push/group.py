@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -65,6 +66,14 @@ def store_address(addresses: Sequence[str]) -> str:
     return next(iter(outside or addresses))
 
 
+def fill(buffer: torch.Tensor, group: list[TensorInfo], tensors: Iterator[torch.Tensor]) -> list[int]:
+    """Put the next tensors into a buffer of bytes, one behind the other; returns where each begins."""
+    offsets = [0, *itertools.accumulate(info.nbytes for info in group)]
+    for start, end in itertools.pairwise(offsets):
+        buffer[start:end].copy_(next(tensors).reshape(-1).view(torch.uint8))
+    return offsets[:-1]
+
+
 def buffers(
     groups: list[list[TensorInfo]], tensors: Iterator[torch.Tensor], packed: bool, device: torch.device
 ) -> Iterator[torch.Tensor]:
@@ -80,9 +89,6 @@ def buffers(
             tensor = next(tensors).to(device)
             yield tensor.view(-1).view(torch.uint8) if packed else tensor
             continue
-        offset = 0
-        for info in group:
-            buffer[offset : offset + info.nbytes].copy_(next(tensors).view(-1).view(torch.uint8))
-            offset += info.nbytes
+        fill(buffer, group, tensors)
         if size:  # else nothing changed in any of them
             yield buffer[:size]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from rollout.rendezvous import IPC_HANDLE_BYTES, TensorInfo, device_uuid
+from rollout.rendezvous import IPC_HANDLE_BYTES, device_uuid
 from trainer_bridge.push.control import ServerControl, on_all
 
 logger = logging.getLogger(__name__)
@@ -41,19 +41,6 @@ def offered(device: torch.device) -> Iterator[dict[str, Any]]:
     """The fields of `init_info` by which an engine can tell whether it can open this device's memory."""
     with shared(torch.zeros(1, dtype=torch.uint8, device=device)) as handle:
         yield {"device_uuid": device_uuid(device), "ipc_handle": handle}
-
-
-def fill(
-    group: list[TensorInfo], tensors: Iterator[torch.Tensor], device: torch.device
-) -> tuple[torch.Tensor, list[int]]:
-    """The next tensors as bytes in a buffer of their own on the device, one behind the other, and where each begins."""
-    buffer = torch.empty(max(1, sum(info.nbytes for info in group)), dtype=torch.uint8, device=device)
-    offsets, offset = [], 0
-    for info in group:
-        offsets.append(offset)
-        buffer[offset : offset + info.nbytes].copy_(next(tensors).reshape(-1).view(torch.uint8))
-        offset += info.nbytes
-    return buffer, offsets
 
 
 def backend_beside(servers: Sequence[ServerControl], device: torch.device) -> Literal["nccl", "ipc", "gloo"]:

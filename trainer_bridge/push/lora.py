@@ -92,7 +92,6 @@ class LoraSource(StateDictSource):
 
     @property
     def distributed(self) -> bool:
-        """True where a tensor is a DTensor."""
         factors = [t for products in self._added.values() for product in products for t in (product.a, product.b)]
         return super().distributed or any(isinstance(t, DTensor) for t in factors)
 

@@ -49,20 +49,16 @@ class StateDictSource:
 
     @property
     def distributed(self) -> bool:
-        """True where a tensor is a DTensor."""
         return any(isinstance(t, DTensor) for t in self._tensors.values())
 
     @property
     def device(self) -> torch.device:
-        """The first tensor's device."""
         return next(iter(self._tensors.values())).device
 
     def infos(self) -> list[TensorInfo]:
-        """Names, dtypes and full shapes."""
         return [TensorInfo(name, t.dtype, tuple(t.shape)) for name, t in self._tensors.items()]
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """One full tensor at a time; a DTensor is gathered by all ranks."""
         for tensor in self._tensors.values():
             yield full(tensor)
 

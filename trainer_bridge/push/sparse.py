@@ -65,7 +65,6 @@ class Baseline:
         return copy is not None and copy.dtype == info.dtype and tuple(copy.shape) == info.shape
 
     def tensors(self, infos: list[TensorInfo]) -> Iterator[torch.Tensor]:
-        """The whole tensors of the copy."""
         return (self._copy[info.name] for info in infos)
 
 

@@ -29,7 +29,7 @@ from trainer_bridge.push.control import (
     on_all,
     result,
 )
-from trainer_bridge.push.group import Backend, TrainerGroup, buffers, store_address
+from trainer_bridge.push.group import Backend, TrainerGroup, buffers, fill, store_address
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,6 @@ class ServerGroup:
             on_all(self.servers, lambda i, s: s.start(body | base[i], update_id))
 
     def send(self, load: Load) -> None:
-        """Bring the tensors into every server's staging."""
         if load.path is None:
             (self._share if self.backend == "ipc" else self._broadcast)(load)
             return
@@ -167,7 +166,9 @@ class ServerGroup:
         """Have the servers copy from a buffer of our device what fits in, until all was in it."""
         uuid = device_uuid(self._device)
         for group in packed_groups(load.infos, PACKED_BUFFER_BYTES):
-            buffer, offsets = ipc.fill(group, load.tensors, self._device)
+            nbytes = sum(info.nbytes for info in group)
+            buffer = torch.empty(max(1, nbytes), dtype=torch.uint8, device=self._device)
+            offsets = fill(buffer, group, load.tensors)
             with ipc.shared(buffer) as handle:
                 places = [{uuid: handle | {"tensor_offset_bytes": offset}} for offset in offsets]
                 info = _announcement(group, load.sparse) | {"ipc_handles": places}

@@ -134,7 +134,6 @@ def _same_values(held: Tensor, fresh: Tensor) -> bool:
 
 
 def _dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Of all parameters and buffers."""
     return {name: t.dtype for name, t in itertools.chain(model.named_parameters(), model.named_buffers())}
 
 

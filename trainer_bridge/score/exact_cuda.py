@@ -47,7 +47,6 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x and weight."""
         x, weight = ctx.saved_tensors
         grad = gradients[0].float()
         scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + ctx.kind.epsilon)

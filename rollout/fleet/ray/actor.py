@@ -34,7 +34,6 @@ class EngineActor:
         return str(ray.util.get_node_ip_address())
 
     async def send(self, messages: list[bytes]) -> None:
-        """Pass these on to the engine, in order."""
         for message in messages:
             self._connection.send(self._decode(message))
 

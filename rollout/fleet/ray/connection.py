@@ -36,7 +36,6 @@ class RayEngines:
         self._places = Places(config, placement_timeout_s)
 
     def __call__(self, rank: int, config: EngineConfig, on_message: OnMessage, on_failure: OnFailure) -> RayConnection:
-        """Place and start an engine; returns at once."""
         return RayConnection(rank, self._places, self._target, config, on_message, on_failure)
 
     def close(self) -> None:
@@ -77,12 +76,10 @@ class RayConnection:
         self._closing: asyncio.Task[None] | None = None
 
     def send(self, message: ToEngine) -> None:
-        """Send, without waiting. Raises what msgspec says of bad values."""
         self._outbox.append(self._encode(message))
         self._more.set()
 
     def end(self) -> None:
-        """Ask the engine to end, and take no more notice of it."""
         if not self.ended:
             self.ended = True
             self._running.cancel()

@@ -80,7 +80,6 @@ class Places:
             self._leaving[rank] = asyncio.get_running_loop().call_later(_KEEP_S, self._give_back, rank)
 
     def give_back(self) -> None:
-        """Give all places back."""
         for leaving in self._leaving.values():
             leaving.cancel()
         for rank in list(self._groups):

@@ -137,7 +137,6 @@ class VllmNcclGroup:
             raise RuntimeError(f"{function} failed with ncclResult {status}")
 
     def close(self) -> None:
-        """Abort the communicator, once."""
         if self._comm:
             self._nccl.ncclCommAbort(self._comm)
             self._comm = ctypes.c_void_p()
@@ -269,7 +268,6 @@ class BroadcastTransport(Transport):
         self._group.broadcast(tensor, self._check)
 
     def close(self) -> None:
-        """Leave the group."""
         if self._group is not None:
             self._group.close()
             self._group = None
