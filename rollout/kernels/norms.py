@@ -6,8 +6,7 @@ Mean Square Layer Normalization", 2019.
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -56,8 +55,12 @@ deferred_heads: ContextVar[Deferred | None] = ContextVar("what the attention lay
 """Set while an attention module whose attention takes over norms and rotation runs; None otherwise."""
 
 
-def norm_kinds(model: nn.Module) -> Iterator[tuple[Any, NormKind]]:
-    """The norms that Triton's kernel can stand for, each with its arithmetic; of those that are alike one is tried."""
+Normalize = Callable[[Tensor, Tensor, NormKind], Tensor]
+"""Triton's kernel for a norm: `triton_layers.normalize`."""
+
+
+def norm_kinds(model: nn.Module, normalize: Normalize) -> Iterator[tuple[Any, NormKind]]:
+    """The norms that `normalize` can stand for, each with its arithmetic; of those that are alike one is tried."""
     kinds: dict[tuple[Any, ...], NormKind | None] = {}
     for module in model.modules():
         weight = getattr(module, "weight", None)
@@ -65,14 +68,14 @@ def norm_kinds(model: nn.Module) -> Iterator[tuple[Any, NormKind]]:
             own = tuple(value for value in vars(module).values() if isinstance(value, int | float))
             alike = (type(module), weight.shape, weight.dtype, *own)
             if alike not in kinds:
-                kinds[alike] = norm_kind(module)
+                kinds[alike] = norm_kind(module, normalize)
             if (kind := kinds[alike]) is not None:
                 yield module, kind
 
 
 @torch.inference_mode()
-def norm_kind(module: Any) -> NormKind | None:
-    """The arithmetic of a root-mean-square norm that Triton's kernel can stand for; None where it can't.
+def norm_kind(module: Any, normalize: Normalize) -> NormKind | None:
+    """The arithmetic of a root-mean-square norm that `normalize` can stand for; None where it can't.
 
     Tried with other weights than the model's: where those are ones, every order of operations looks the same.
     """
@@ -87,17 +90,17 @@ def norm_kind(module: Any) -> NormKind | None:
     other = torch.randn(len(weight), generator=generator)
     try:
         for kind in (NormKind(epsilon, 0.0, True), NormKind(epsilon, 0.0, False), NormKind(epsilon, 1.0, False)):
-            if all(_agrees(module, kind, rows, other.to(weight.device, d)) for d in {torch.float32, weight.dtype}):
+            weights = [other.to(weight.device, dtype) for dtype in {torch.float32, weight.dtype}]
+            if all(_agrees(module, rows.to(w), w, normalize(rows.to(w), w, kind)) for w in weights):
                 return kind
     finally:
         module.weight.data = weight
     return None
 
 
-def _agrees(module: Any, kind: NormKind, rows: Tensor, weight: Tensor) -> bool:
+def _agrees(module: Any, x: Tensor, weight: Tensor, mine: Tensor) -> bool:
     module.weight.data = weight
-    x = rows.to(weight)
-    mine, theirs = importlib.import_module("rollout.kernels.triton_layers").normalize(x, weight, kind), module(x)
+    theirs = module(x)
     if not close(mine, theirs):
         return False
     return mine.dtype is torch.float32 or bool((mine != theirs).float().mean() <= OTHER_BITS)

@@ -102,7 +102,7 @@ class FusedNorm:
 def fuse_norms(model: nn.Module) -> dict[Any, FusedNorm]:
     """Root-mean-square norms in one launch; returns those that were replaced."""
     fused: dict[Any, FusedNorm] = {}
-    for module, kind in norm_kinds(model):
+    for module, kind in norm_kinds(model, kernels().normalize):
         module.forward = fused[module] = FusedNorm(module, kind)
     return fused
 

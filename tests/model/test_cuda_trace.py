@@ -167,7 +167,7 @@ BESIDE = {"gemma3_text": 26}  # two kinds of rotation
 def test_a_layer_takes_few_launches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the replacements agree is tried elsewhere (test_fused_cuda.py): here no tensor has values."""
     kind = NormKind(1e-6, 1.0, False) if "gemma" in name else NormKind(1e-6, 0.0, True)
-    monkeypatch.setattr(norms, "norm_kind", lambda module: kind if "RMSNorm" in type(module).__name__ else None)
+    monkeypatch.setattr(norms, "norm_kind", lambda module, _: kind if "RMSNorm" in type(module).__name__ else None)
     monkeypatch.setattr(fused_cuda, "close", lambda mine, theirs: True)
     counts = []
     for layers in (2, 4):

@@ -9,18 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from rollout.kernels.attention import cuda
-from rollout.kernels.norms import NormKind, norm_kinds
+from rollout.kernels.norms import Normalize, NormKind, norm_kinds
 
 
 def install_norms(model: nn.Module) -> None:
     """Replace the forward passes of root-mean-square norms; gradients stay those of the formula."""
-    for module, kind in norm_kinds(model):
+    for module, kind in norm_kinds(model, _normalize()):
         module.forward = _norm(module, kind)
 
 
 def serves(device: torch.device) -> bool:
     """Whether a server computes on this device with Triton's kernels."""
     return device.type == "cuda" and cuda.has_triton()
+
+
+def _normalize() -> Normalize:
+    kernel: Normalize = importlib.import_module("rollout.kernels.triton_layers").normalize  # it needs Triton
+    return kernel
 
 
 def _norm(module: Any, kind: NormKind) -> Any:
@@ -42,8 +47,7 @@ class _Norm(torch.autograd.Function):
         """x (…, dim), weight (dim,) → (…, dim)."""
         ctx.save_for_backward(x, weight)
         ctx.kind = kind
-        normal: Tensor = importlib.import_module("rollout.kernels.triton_layers").normalize(x, weight, kind)
-        return normal
+        return _normalize()(x, weight, kind)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
