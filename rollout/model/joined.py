@@ -74,6 +74,6 @@ def _product(layers: list[nn.Linear]) -> Callable[[Tensor], Sequence[Tensor]]:
         weight, *bias = map(_together, _tensors(layers))
         if weight is None or any(b is None for b in bias):
             return [nn.functional.linear(x, layer.weight, layer.bias) for layer in layers]
-        return nn.functional.linear(x, weight, *bias).split(widths, -1)
+        return torch.split_with_sizes(nn.functional.linear(x, weight, *bias), widths, -1)
 
     return product

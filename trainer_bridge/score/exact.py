@@ -58,7 +58,7 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         if type(module) is nn.Linear and (on_gpu or serves_linear(module)):
             multiply = _in_blocks(module) if on_gpu else _packed(module, module is model.get_output_embeddings())
-            module.forward = _product(module, multiply)  # type: ignore[method-assign]
+            module.forward = _product(module, multiply)  # type: ignore[method-assign, assignment]
     original, dtypes = model.forward, _dtypes(model)
 
     @functools.wraps(original)
