@@ -41,6 +41,7 @@ from rollout.weights.offer import offer_weights
 
 logger = logging.getLogger(__name__)
 PROGRESS_S = 1.0  # a step that takes longer is reported on as often
+MESSAGES_S = 0.05  # what has come in is read for so long before a step: there may be thousands of long prompts
 
 
 def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
@@ -155,8 +156,11 @@ class EngineProcess:
         ready = dict(self._poller.poll(0 if busy else None))
         if self._wake.fileno() in ready:
             self._wake.recv(4096)
+        until = time.monotonic() + MESSAGES_S
         while self.inbox.poll(0):
             self._handle(self._decode(self.inbox.recv()))
+            if time.monotonic() > until:
+                break
         self._emit(self.engine.commit_weights())  # the step would, but the trainer need not wait for the rest of it
         while not self._answers.empty():
             self._send(self._answers.get())

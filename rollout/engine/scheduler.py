@@ -50,17 +50,20 @@ class SchedulerOutput:
 
 _order = attrgetter("order")
 
-STEP_SECONDS = 5.0
-"""What a step may take: see `Scheduler.seconds_per_token`."""
+STEP_SECONDS = 0.4
+"""What a step's prefills may take: those that decode wait for them. See `Scheduler.seconds_per_token`."""
 LEAST_CHUNK = 16
 """Tokens of a prefill that a step may hold on the slowest machine; steps of fewer say little of its speed."""
+LONG_PREFILL_STEPS = 4
+"""A prefill that has more left than so many steps hold is long: it leaves half a step to those that wait behind it."""
 
 
 class Scheduler:
     """Owns every unfinished sequence: `waiting` and `running`, both in order, and siblings beside their leader.
 
-    `requests` are those with unfinished sequences, by id. `seconds_per_token` is what a token of a prefill has cost:
-    no more of them are put into a step than take STEP_SECONDS, so that a slow machine answers others between two.
+    `requests` are those with unfinished sequences, by id. `seconds_per_token` is what a token has cost in the last
+    step with a prefill: no more of prefills is put into a step than takes STEP_SECONDS, so that those that decode get
+    their next tokens soon on a slow machine too. On a device that is not measured it is 0.
     `tables` (max_num_seqs, width) int32 holds the block table of each running sequence, in the row of its `seat`,
     filled up with 0: what a device reads, changed by what changes.
     """
@@ -172,6 +175,7 @@ class Scheduler:
         decoding = sum([s.in_flight + len(s.token_ids) - s.num_computed == 1 for s in self.running])
         in_time = max(LEAST_CHUNK, int(STEP_SECONDS / max(self.seconds_per_token, 1e-9)))
         self._prefill_budget = min(self.max_num_batched_tokens - decoding, in_time)
+        self._long_prefill = LONG_PREFILL_STEPS * self._prefill_budget
         self._head_rows = self.max_head_rows - decoding
         preemptions = self.counters["preemptions"]
         self._schedule_running(step)
@@ -254,7 +258,10 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, start: int) -> int:
         """How many tokens of a prefilling sequence, from `start` on, fit into this step."""
-        count = min(len(sequence.token_ids) - start, self._prefill_budget)
+        left, budget = len(sequence.token_ids) - start, self._prefill_budget
+        if left > self._long_prefill and self.waiting and self.waiting[-1] is not sequence:
+            budget = -(-budget // 2)
+        count = min(left, budget)
         if sequence.request.needs_every_prompt_row:
             count = min(count, self._head_rows)
         return max(count, 0)
@@ -320,10 +327,10 @@ class Scheduler:
         self.counters["partial_chunks"] += sum(not item.samples for item in step.scheduled)
 
     def keep_pace(self, step: SchedulerOutput, seconds: float) -> None:
-        """The step took this long."""
-        tokens = sum(item.count for item in step.scheduled)
-        if tokens >= LEAST_CHUNK:
-            self.seconds_per_token = seconds / tokens
+        """The step took this long. What it decoded counts too, as if its tokens cost no more than a prefill's."""
+        counts = [item.count for item in step.scheduled]
+        if sum(count for count in counts if count > 1) >= LEAST_CHUNK:
+            self.seconds_per_token = seconds / sum(counts)
 
     def computed(self, step: SchedulerOutput) -> None:
         """The forward pass is done: its tokens are in the cache, and their full blocks may be found."""

@@ -10,7 +10,6 @@ import pytest
 
 from rollout.config import KVPolicy
 from rollout.engine.request import Request, Sequence
-from rollout.engine.scheduler import STEP_SECONDS
 from rollout.sampling.params import SamplingParams
 from tests.support.scheduler_world import BLOCK, World, world
 from tests.support.trace import count_lines
@@ -251,17 +250,59 @@ def test_a_step_does_not_read_the_prompts_of_those_that_wait() -> None:
     assert CountedIds.read < 2 * 3000
 
 
-def test_a_prefill_on_a_slow_machine_is_cut_into_steps_of_some_seconds() -> None:
-    w = world(tokens=1000, num_blocks=500)
+def pace(w: World, seconds_per_token: float) -> tuple[float, list[Sequence]]:
+    """A step of a machine that needs so long for a token: the seconds, and who got a token."""
+    step = w.schedule()
+    w.scheduler.computed(step)
+    seconds = sum(item.count for item in step.scheduled) * seconds_per_token
+    w.scheduler.keep_pace(step, seconds)
+    sampled = [sequence for item in step.scheduled for sequence in item.samples]
+    for sequence in sampled:
+        sequence.token_ids.append(0)
+        if sequence.output_len >= sequence.request.max_tokens:
+            w.scheduler.remove(sequence)
+    return seconds, sampled
+
+
+def slow_world(tokens_a_second: float = 350) -> World:
+    w = world(tokens=2048, num_blocks=5000)
+    w.scheduler.seconds_per_token = 1 / tokens_a_second
+    return w
+
+
+def test_a_stream_does_not_stand_still_for_seconds_beside_a_long_prompt() -> None:
+    w = slow_world()
+    (victim,) = w.add([1], max_tokens=100).sequences.values()
+    pace(w, 1 / 350)
+    w.add([2] * 2000, max_tokens=1)
+    while len(w.scheduler.requests) == 2:
+        seconds, sampled = pace(w, 1 / 350)
+        assert victim in sampled
+        assert seconds < 0.5
+    assert victim.output_len < 20, "no slower than need be"
+
+
+def test_a_prefill_follows_the_speed_that_was_measured() -> None:
+    w = slow_world(tokens_a_second=100)
     w.add([1] * 1000, max_tokens=1)
-    w.scheduler.seconds_per_token = STEP_SECONDS / 100  # until a step was measured
-    chunks = []
-    while w.scheduler.requests:
-        step = w.schedule()
-        (item,) = step.scheduled
-        chunks.append(item.count)
-        w.scheduler.computed(step)
-        w.scheduler.keep_pace(step, item.count * STEP_SECONDS / 300)
-        if item.samples:
-            w.scheduler.remove(item.sequence)
-    assert chunks == [100, 300, 300, 300]
+    chunks = [round(pace(w, 1 / 500)[0] * 500) for _ in range(6)]
+    assert chunks == [40, 200, 200, 200, 200, 160]
+
+
+def test_decodes_say_nothing_of_what_a_prefill_costs() -> None:
+    w = world(seqs=32, tokens=64, num_blocks=200)
+    w.add([1], n=32, max_tokens=9)
+    for _ in range(3):
+        pace(w, 1.0)
+    assert w.scheduler.seconds_per_token == 0
+
+
+def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
+    w = slow_world()
+    (long,) = w.add([1] * 8000, max_tokens=1).sequences.values()
+    pace(w, 1 / 350)
+    (short,) = w.add([2] * 50, max_tokens=1).sequences.values()
+    assert short in pace(w, 1 / 350)[1]
+    before = long.num_computed
+    pace(w, 1 / 350)
+    assert long.num_computed - before == 140, "alone it has the whole step"

@@ -25,7 +25,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(MAX_MODEL_LEN // BLOCK, 24),
         seqs=st.integers(1, 6),
-        tokens=st.integers(0, 12),
+        tokens=st.integers(0, 40),
         head_rows=st.integers(1, 8),
         prefixes=st.booleans(),
         by_priority=st.booleans(),
@@ -71,6 +71,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self, policy: KVPolicy) -> None:
         self.world.scheduler.commit(self.world.scheduler.epoch + 1, policy)
         self.kept = policy == "keep"
+
+    @rule(tokens_a_second=st.integers(10, 80))
+    def measure(self, tokens_a_second: int) -> None:
+        self.world.scheduler.seconds_per_token = 1 / tokens_a_second
 
     @rule()
     def reset_prefixes(self) -> None:
