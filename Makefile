@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model test test-all lint constraints demo clean
+.PHONY: help setup model test test-all lint constraints compatibility demo clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -33,6 +33,9 @@ lint: $(STAMP)  ## ruff, the import contracts, the line budgets and mypy
 
 constraints: $(STAMP)  ## pin what is installed in .venv as the versions that CI installs
 	$(BIN)/python .ci/pin.py > .ci/constraints.txt
+
+compatibility: $(STAMP)  ## write docs/compatibility.md from the code
+	PYTHONPATH=. $(BIN)/python .ci/compatibility.py > docs/compatibility.new && mv docs/compatibility.new docs/compatibility.md
 
 demo: model  ## train a real language model by asynchronous GRPO against a live server; results in demo-output/
 	$(BIN)/rollout demo

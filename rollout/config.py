@@ -7,6 +7,7 @@ help. Names are vLLM's wherever vLLM has one.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -134,14 +135,18 @@ class ServerConfig:
     port: int = flag(8000, "Listen on this port; 0 picks a free one and prints it.")
     served_model_name: str | None = flag(None, "Let clients use this name for the model. Default: the model's path.")
     enable_scale_out: bool = flag(False, "Register /inference/v1/generate and its companions.")
+    tokenizer: str | None = flag(None, "Load the tokenizer of this folder or hub id. Default: MODEL's.")
+    chat_template: str | None = flag(None, "Render chats by this file, or this Jinja text. Default: the tokenizer's.")
     tokens_only: bool = flag(False, "Serve token ids only: no tokenizer is loaded; implies --enable-scale-out.")
     skip_tokenizer_init: bool = flag(False, "Load no tokenizer: text and stop strings are refused.")
     return_sampling_mask: bool = flag(False, "Add the support of each sampled distribution to answers.")
     return_tokens_as_token_ids: bool = flag(False, "Write `token_id:N` in place of a token's text in text logprobs.")
+    enable_force_include_usage: bool = flag(False, "End every stream with `usage`, asked for or not.")
+    enable_prompt_tokens_details: bool = flag(False, "Say in `usage` how many prompt tokens the prefix cache had.")
     trust_request_chat_template: bool = flag(False, "Accept the `chat_template` of a request.")
     api_key: tuple[str, ...] = flag(
         (),
-        "Require this key, but for /health and /ping; may be repeated. Default: ROLLOUT_API_KEY and VLLM_API_KEY.",
+        "Require this key, but for probes such as /health; may be repeated. Default: ROLLOUT_API_KEY and VLLM_API_KEY.",
         secret=True,
     )
     allowed_hosts: tuple[str, ...] = flag(
@@ -175,6 +180,9 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not all(self.api_key):
             raise ValueError("api_key must not be empty: it would guard nothing")
+        template = self.chat_template
+        if template is not None and not {"{", "}"} <= set(template) and not Path(template).is_file():
+            raise ValueError(f"chat_template must be a file or a Jinja text, got {template!r}: there is no such file")
         if self.max_queued_requests < 0:
             raise ValueError(f"max_queued_requests must be at least 0, got {self.max_queued_requests}")
         if self.data_parallel_size < 1:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -14,7 +16,7 @@ def with_flags(*configs: type, envvar_prefix: str | None = None) -> Callable[[Ca
     """A decorator: the command gets one more flag for each field of these dataclasses, in its **values.
 
     `max_num_seqs` is `--max-num-seqs`, and, with a prefix of `ROLLOUT_`, may be set by ROLLOUT_MAX_NUM_SEQS as well;
-    `model` is positional. A field has its help in its metadata.
+    `model` is positional. A field has its help in its metadata. Whole numbers may have a suffix, as `4k`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,7 +37,8 @@ def with_flags(*configs: type, envvar_prefix: str | None = None) -> Callable[[Ca
 def _parameter(field: dataclasses.Field[Any], kind: Any, envvar_prefix: str | None) -> inspect.Parameter:
     default, text = field.default, field.metadata["help"]
     variable = None if envvar_prefix is None or field.metadata.get("secret") else envvar_prefix + field.name.upper()
-    flag: Any = typer.Option(help=text, envvar=variable, show_envvar=False)
+    number: dict[str, Any] = {"parser": whole_number, "metavar": "INTEGER"} if kind in (int, int | None) else {}
+    flag: Any = typer.Option(help=text, envvar=variable, show_envvar=False, **number)
     if kind == tuple[str, ...]:
         kind, default = list[str], []
     if field.name == "model":
@@ -43,6 +46,24 @@ def _parameter(field: dataclasses.Field[Any], kind: Any, envvar_prefix: str | No
         default = inspect.Parameter.empty
     annotation = Annotated[kind, flag]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+_POWERS = ["", "k", "m", "g", "t"]
+
+
+def whole_number(value: str | int) -> int:
+    """A whole number as vLLM's command line reads it: 4k and 4.5k are thousands, 4K is 4 times 1024; also m, g and t.
+
+    Raises ValueError for what is none. Source: vLLM's `human_readable_int`.
+    """
+    text = str(value).strip()
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT])", text)
+    number, suffix = (text, "") if found is None else found.groups()
+    power: int = _POWERS.index(suffix.lower())  # of no suffix 0
+    try:
+        return int(Decimal(number) * pow(1000, power)) if suffix.islower() else int(number) * pow(1024, power)
+    except ValueError:
+        raise ValueError(f"{text!r} is no whole number, such as 4096, 4k (4000) or 4K (4096)") from None
 
 
 def config_from(config: type[Any], values: dict[str, Any]) -> Any:

@@ -18,7 +18,8 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True):
     """Generate `sampling_params.n` choices after `prompt_token_ids`. Validated by the server before it is sent.
 
     `bad_words_token_ids` are the token sequences that `sampling_params.bad_words` stand for. `return_sampling_mask`
-    asks for the support of every filtered step.
+    asks for the support of every filtered step. `session_id` names the dialogue that the request belongs to: the fleet
+    sends it where the one before went.
     """
 
     request_id: str
@@ -28,6 +29,7 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     return_sampling_mask: bool = False
+    session_id: str | None = None
 
 
 class AbortRequests(msgspec.Struct, tag=True):

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from rollout import logs
+from rollout.cli.accepted import ServeCommand
 from rollout.cli.preflight import check_model, has_tokenizer, read_config_file
 from rollout.config import EngineConfig, ServerConfig
 from rollout.flags import config_from, with_flags
@@ -56,7 +57,7 @@ def _use_config_file(context: typer.Context, file: Path | None) -> Path | None:
     return file
 
 
-@app.command()
+@app.command(cls=ServeCommand)
 @with_flags(EngineConfig, ServerConfig, envvar_prefix="ROLLOUT_")
 def serve(
     config: Annotated[
@@ -80,9 +81,10 @@ def serve(
         typer.echo(f"rollout: {error}", err=True)
         raise typer.Exit(1) from None
     logs.configure(engine_config)
-    if not (server_config.tokens_only or server_config.skip_tokenizer_init or has_tokenizer(engine_config.model)):
+    holder = server_config.tokenizer or engine_config.model
+    if not (server_config.tokens_only or server_config.skip_tokenizer_init or has_tokenizer(holder)):
         note = "has no tokenizer, so only token ids are served; --tokens-only serves nothing else"
-        typer.echo(f"rollout: {engine_config.model} {note}", err=True)
+        typer.echo(f"rollout: {holder} {note}", err=True)
     if server_config.data_parallel_backend == "ray":
         try:
             from rollout.server.ray import serve as run

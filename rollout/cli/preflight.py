@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from rollout.cli.accepted import accepted
 from rollout.config import EngineConfig
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -36,8 +37,9 @@ def read_config_file(file: Path, known: Collection[str | None]) -> dict[str, Any
     if not isinstance(given, dict):
         raise ValueError(f"{file} must hold one flag a line, as `max-num-seqs: 64`")
     flags = {str(name).replace("-", "_"): value for name, value in given.items()}
-    if unknown := sorted(flags.keys() - known):
-        raise ValueError(f"{file} has {unknown[0]!r}, which is no flag of `rollout serve`")
+    for name in sorted(flags.keys() - known):
+        if list(accepted([f"--{name}={flags.pop(name)}"])):
+            raise ValueError(f"{file} has {name!r}, which is no flag of `rollout serve`")
     return flags
 
 

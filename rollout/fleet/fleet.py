@@ -212,7 +212,7 @@ class Fleet:
             raise self.refusal
         params, prompt = request.sampling_params, request.prompt_token_ids
         own = params.n * (params.max_tokens or 1) + len(prompt) // PROMPT_DISCOUNT
-        return self.ranks[self._router.choose(prompt, request.cache_salt, own, work)]
+        return self.ranks[self._router.choose(prompt, request.cache_salt, own, work, request.session_id)]
 
     def _resubmit(self, stream: RequestStream, error: EngineError) -> None:
         """Begin a dead engine's request again on another, or fail it."""

@@ -21,10 +21,22 @@ class Router:
     def __init__(self) -> None:
         self._ranks: dict[int, set[int]] = {}
 
-    def choose(self, prompt_token_ids: list[int], salt: str | None, own: int, work: Mapping[int, int]) -> int:
-        """The rank for a request of so much work of its `own`, given what `work` each living rank has left."""
+    def choose(
+        self,
+        prompt_token_ids: list[int],
+        salt: str | None,
+        own: int,
+        work: Mapping[int, int],
+        session: str | None = None,
+    ) -> int:
+        """The rank for a request of so much work of its `own`, given what `work` each living rank has left.
+
+        Where its `session` went last counts more than any prefix: there are all its turns.
+        """
         rank = least = min(work, key=work.__getitem__)
         keys = list(_prefixes(prompt_token_ids, salt))
+        if session is not None:
+            keys.append(hash(("session", session)))
         for key in reversed(keys):
             if holders := self._ranks.get(key, set()) & work.keys():
                 holder = min(holders, key=work.__getitem__)
@@ -35,6 +47,8 @@ class Router:
             ranks = self._ranks.pop(key, set())  # what is used last is forgotten last
             ranks.add(rank)
             self._ranks[key] = ranks
+        if session is not None:
+            self._ranks[keys[-1]] = {rank}  # its last turn alone
         while len(self._ranks) > _REMEMBERED:
             del self._ranks[next(iter(self._ranks))]
         return rank

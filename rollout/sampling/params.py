@@ -30,6 +30,8 @@ class SamplingParams:
     The server validates the types (from this very class), the engine receives it as msgpack. `validate` checks the
     values. Ids are token ids of the model's vocabulary; `logit_bias` maps them to an addend of the logit. Where
     `logprob_token_ids` are given, their logprobs are reported in place of the top `logprobs`, which is their number.
+    A `seed` of -1 is none, as in vLLM. `routed_experts` begin with the row of prompt token
+    `routed_experts_prompt_start`: a later turn of a dialogue leaves out what an earlier one was told.
     """
 
     n: int = 1
@@ -56,10 +58,13 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    routed_experts_prompt_start: int = 0
 
     def __post_init__(self) -> None:
         if self.logprob_token_ids and self.logprobs is None:
             self.logprobs = len(self.logprob_token_ids)
+        if self.seed == -1:
+            self.seed = None
 
     @property
     def greedy(self) -> bool:
@@ -111,8 +116,9 @@ class SamplingParams:
         check("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]")
         check("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
         check("repetition_penalty", 0 < self.repetition_penalty < math.inf, "greater than 0, and finite")
+        check("routed_experts_prompt_start", self.routed_experts_prompt_start >= 0, "at least 0")
         if self.seed is not None:
-            check("seed", 0 <= self.seed <= MAX_SEED, "in [0, 2^63 - 1]")
+            check("seed", 0 <= self.seed <= MAX_SEED, "in [0, 2^63 - 1], or -1 for none")
 
     def _validate_counts(self, vocab_size: int, max_logprobs: int, max_num_seqs: int) -> None:
         if self.n < 1:

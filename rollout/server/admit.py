@@ -10,7 +10,7 @@ from starlette.datastructures import Headers
 
 from rollout.config import EngineConfig
 from rollout.messages import AddRequest, EngineReady
-from rollout.sampling.params import SamplingParams
+from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.context import ServerContext
 from rollout.server.errors import ApiError
 from rollout.server.generation import Generation
@@ -50,6 +50,7 @@ async def admit(
         priority=body.priority,
         cache_salt=body.cache_salt,
         return_sampling_mask=server.config.return_sampling_mask,
+        session_id=body.session or headers.get("x-session-id") or None,
     )
     return Generation(server, request, vocabulary, wants_text=wants_text, rank=rank, first_index=first_index)
 
@@ -112,8 +113,19 @@ def resolve_params(model: EngineReady, config: EngineConfig, params: SamplingPar
     """Check the values, then fill in and cut to what this model and prompt allow. Raises ParameterError."""
     params.validate(vocab_size=model.vocab_size, max_logprobs=config.max_logprobs, max_num_seqs=model.max_num_seqs)
     room = model.max_model_len - prompt_len
+    if params.min_tokens > room:
+        raise ParameterError(
+            f"min_tokens must be at most {room}, what the model's length of {model.max_model_len} leaves after a "
+            f"prompt of {prompt_len} tokens, got {params.min_tokens}.",
+            "min_tokens",
+        )
+    if params.routed_experts_prompt_start > prompt_len:
+        raise ParameterError(
+            f"routed_experts_prompt_start must be at most the prompt's {prompt_len} tokens, got "
+            f"{params.routed_experts_prompt_start}.",
+            "routed_experts_prompt_start",
+        )
     params.max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    params.min_tokens = min(params.min_tokens, params.max_tokens)
     params.top_k = min(params.top_k, model.vocab_size)
 
 

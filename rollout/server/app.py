@@ -21,7 +21,11 @@ from rollout.version import __version__
 def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig) -> FastAPI:
     """The app that serves these engines, which must be ready; its state is `app.state.server`. Needs a running loop."""
     app = FastAPI(title="rollout", version=__version__)
-    tokenizer = BackgroundTokenizer(engine_config.model, enabled=not (config.tokens_only or config.skip_tokenizer_init))
+    tokenizer = BackgroundTokenizer(
+        config.tokenizer or engine_config.model,
+        enabled=not (config.tokens_only or config.skip_tokenizer_init),
+        chat_template=config.chat_template,
+    )
     server = app.state.server = ServerContext(engine, engine_config, config, tokenizer)
     engine.max_queued = config.max_queued_requests
     app.include_router(control.router)

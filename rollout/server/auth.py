@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollout.server.errors import ApiError, error_response
 
-PROBES = frozenset({"/health", "/ping"})
+PROBES = frozenset({"/health", "/liveness", "/ping"})
 _MAX_SHOWN = 200
 ENVIRONMENT = ("ROLLOUT_API_KEY", "VLLM_API_KEY")
 

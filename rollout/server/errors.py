@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from rollout.fleet.errors import EngineError
 from rollout.sampling.params import ParameterError
+from rollout.server.absent import why_absent
 
 # Types of our own refusals; any other status bears its HTTP phrase, as do the framework's errors.
 _TYPES = {
@@ -118,10 +119,12 @@ async def _on_validation_error(_: Request, error: Exception) -> Response:
     return error_response(validation_error(error.errors()))
 
 
-async def _on_http_error(_: Request, error: Exception) -> Response:
+async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    phrase = HTTPStatus(error.status_code).phrase
-    return error_response(ApiError(error.status_code, str(error.detail), type=phrase, headers=error.headers))
+    phrase, absent = HTTPStatus(error.status_code).phrase, None
+    if error.status_code == 404:
+        absent = why_absent(request.url.path.removeprefix(request.scope.get("root_path", "")))
+    return error_response(ApiError(error.status_code, absent or str(error.detail), type=phrase, headers=error.headers))
 
 
 async def _on_error(_: Request, error: Exception) -> Response:

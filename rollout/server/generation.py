@@ -41,12 +41,17 @@ def weight_versions(stamps: Iterable[Stamp]) -> list[WeightVersionSpan]:
 def routed_experts_npy(rows: bytes, shape: RoutingShape) -> str:
     """Base64 of an `.npy` file: (tokens, layers, experts per token), uint8 or uint16, from the rows of TokenOutputs.
 
-    Joined in order, the rows of a choice's first n tokens make the array of prompt + n - 1 tokens.
+    Joined in order, the rows of a choice's first n tokens make the array of prompt + n - 1 tokens, less those that the
+    request left out (`routed_experts_prompt_start`).
     """
     experts = np.frombuffer(rows, shape.dtype).reshape(-1, shape.num_layers, shape.num_experts_per_tok)
     file = io.BytesIO()
     np.save(file, experts, allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode()
+
+
+def _row_bytes(shape: RoutingShape | None) -> int:
+    return 0 if shape is None else shape.num_layers * shape.num_experts_per_tok * np.dtype(shape.dtype).itemsize
 
 
 class ChoiceReader:
@@ -68,6 +73,8 @@ class ChoiceReader:
         self._reader = reader
         self._wants_text = wants_text
         self._stamps: list[Stamp] = []
+        # Of what the engine tells of the prompt, the rows that were told with an earlier turn, in bytes.
+        self._told = params.routed_experts_prompt_start * _row_bytes(routing)
         self._begin()
 
     def _begin(self) -> None:
@@ -85,7 +92,9 @@ class ChoiceReader:
             if delta.logprobs is not None and output.logprobs:
                 delta.logprobs.append(output.logprobs)
             if output.routed_experts is not None:
-                self._routed.append(output.routed_experts)
+                told = min(self._told, len(output.routed_experts))
+                self._told -= told
+                self._routed.append(output.routed_experts[told:])
             self._stamps.append((output.version, output.epoch, output.kv))
         delta.finish_reason, delta.stop_reason = output.finish_reason, output.stop_reason
         if self._reader is not None:
@@ -148,7 +157,7 @@ class Generation(Answer):
     def _begin(self, restarts: int) -> None:
         self._restarts = restarts
         self.prompt_logprobs = None
-        self.completion_tokens = 0
+        self.completion_tokens = self.cached_tokens = 0
         params, vocabulary = self._request.sampling_params, self.vocabulary
         reads = self._wants_text or bool(params.stop)
         self._choices = [
@@ -199,6 +208,7 @@ class Generation(Answer):
         if self._stream.restarts != self._restarts:
             self._begin(self._stream.restarts)
         for output in outputs:
+            self.cached_tokens = max(self.cached_tokens, min(output.cached_tokens, self.prompt_tokens))
             if output.prompt_logprobs is not None:
                 self.prompt_logprobs = output.prompt_logprobs
             choice = touched[output.index] = self._choices[output.index]

@@ -26,6 +26,7 @@ _ONE_PROMPT = frozenset(
         "/v1/chat/completions",
         "/v1/chat/completions/render",
         "/v1/messages",
+        "/v1/messages/count_tokens",
         "/tokenize",
         "/detokenize",
     }

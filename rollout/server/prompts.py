@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import json
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from jinja2 import TemplateError
@@ -16,7 +16,7 @@ from rollout.sampling.params import ParameterError
 from rollout.server.context import ServerContext
 from rollout.server.errors import ApiError
 from rollout.server.text.detokenizer import Vocabulary
-from rollout.server.wire.body import ChatFields, ContentPart, Message, TextPrompt
+from rollout.server.wire.body import ChatFields, ContentPart, Message, Prompt
 
 
 async def require_vocabulary(server: ServerContext, what: str, *, param: str | None = None) -> Vocabulary:
@@ -33,16 +33,32 @@ async def require_tokenizer(server: ServerContext) -> Any:
     return (await require_vocabulary(server, "Text needs")).tokenizer
 
 
-async def token_ids(server: ServerContext, prompt: TextPrompt | ChatFields) -> list[int]:
-    """The token ids of a text or of a chat. Raises a 400 for a text that no prompt of the model's length can hold."""
+class Encoded(NamedTuple):
+    """A prompt as the tokenizer made it: its ids, the text that they stand for, and where each token is in that text
+    (start, end in characters; None where that wasn't asked for, or the tokenizer can't tell)."""
+
+    token_ids: list[int]
+    text: str | None = None
+    offsets: list[list[int]] | None = None
+
+
+async def encode(server: ServerContext, prompt: Prompt, *, offsets: bool = False) -> Encoded:
+    """The prompt's ids and text. Raises a 400 for a text that no prompt of the model's length can hold."""
+    if isinstance(prompt, list):
+        return Encoded(prompt)
     if isinstance(prompt, ChatFields):
-        return await render_chat(server, prompt)
+        return await _render_chat(server, prompt, offsets)
     tokenizer = await require_tokenizer(server)
-    return await asyncio.to_thread(_encode, tokenizer, *prompt, server.model.max_model_len)
+    return await asyncio.to_thread(_encode, tokenizer, *prompt, server.model.max_model_len, offsets)
 
 
-async def render_chat(server: ServerContext, chat: ChatFields) -> list[int]:
-    """The token ids of a chat, by the tokenizer's template or, where the server trusts it, the request's.
+async def token_ids(server: ServerContext, prompt: Prompt) -> list[int]:
+    """The same, the ids alone."""
+    return (await encode(server, prompt)).token_ids
+
+
+async def _render_chat(server: ServerContext, chat: ChatFields, offsets: bool) -> Encoded:
+    """A chat, by the tokenizer's template or, where the server trusts it, the request's.
 
     Raises ParameterError for content that isn't text, and for what the template itself refuses.
     """
@@ -58,14 +74,14 @@ async def render_chat(server: ServerContext, chat: ChatFields) -> list[int]:
         )
     tokenizer, limit = await require_tokenizer(server), server.model.max_model_len
 
-    def render() -> list[int]:
+    def render() -> Encoded:
         text = _apply_template(tokenizer, chat)
-        return _encode(tokenizer, text, chat.add_special_tokens, limit)
+        return _encode(tokenizer, text, chat.add_special_tokens, limit, offsets)
 
     return await asyncio.to_thread(render)
 
 
-def _encode(tokenizer: Any, text: str, add_special_tokens: bool, max_model_len: int) -> list[int]:
+def _encode(tokenizer: Any, text: str, add_special_tokens: bool, max_model_len: int, offsets: bool) -> Encoded:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -76,8 +92,9 @@ def _encode(tokenizer: Any, text: str, add_special_tokens: bool, max_model_len: 
             f"The prompt ({len(text)} characters) is longer than the maximum model length of {max_model_len} tokens "
             f"can hold ({most} characters at most)."
         )
-    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids
-    return ids
+    offsets &= bool(tokenizer.is_fast)
+    found = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, return_offsets_mapping=offsets)
+    return Encoded(found.input_ids, text, [list(span) for span in found["offset_mapping"]] if offsets else None)
 
 
 @lru_cache(maxsize=4)

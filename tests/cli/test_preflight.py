@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from rollout import __version__, logs
 from rollout.cli import main as cli
+from rollout.cli.accepted import IGNORED, REFUSED, accepted
 from rollout.config import EngineConfig, ServerConfig
+from rollout.flags import whole_number
 from rollout.server import main
 from tests.support import tiny_models
 
@@ -72,7 +75,7 @@ def test_a_flag_comes_from_the_command_line_else_the_environment_else_a_file(
     ("text", "said"),
     [
         ("max-num-sequences: 3", "'max_num_sequences'"),
-        ("max-num-seqs: many", "'--max-num-seqs': Input should be a valid integer"),
+        ("max-num-seqs: many", "'--max-num-seqs': Value error, 'many' is no whole number"),
         ("- 3", "one flag a line"),
         ("a: [", "isn't YAML"),
     ],
@@ -181,3 +184,82 @@ def test_the_log_is_json_where_that_is_asked_for(capsys: pytest.CaptureFixture[s
     (line,) = map(json.loads, capsys.readouterr().err.splitlines())
     assert (line["level"], line["logger"], line["message"]) == ("error", "some.module", "it failed")
     assert line["exception"].endswith("ValueError: no")
+
+
+@pytest.mark.parametrize(
+    ("given", "number"),
+    [("4k", 4000), ("4K", 4096), ("1.5k", 1500), ("2M", 2 << 20), ("25.6k", 25600), ("1g", 10**9), ("7", 7)],
+)
+def test_whole_numbers_are_read_as_vllm_reads_them(given: str, number: int) -> None:
+    assert whole_number(given) == number
+
+
+@pytest.mark.parametrize("given", ["1.5K", "k", "4kk", "1e3", "4.5", ""])
+def test_what_is_no_whole_number_is_refused(given: str) -> None:
+    with pytest.raises(ValueError, match="is no whole number"):
+        whole_number(given)
+
+
+def test_flags_with_suffixes_reach_the_configuration(served: list[Any], model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("max-num-batched-tokens: 4K\nblock-size: 32\nswap-space: 4\n")
+    line = ["serve", model, "--max-queued-requests=1k", "--config", file]
+    assert invoke(*line, ROLLOUT_KV_CACHE_MEMORY_BYTES="1g").exit_code == 0
+    engine, server = served
+    assert (engine.max_num_batched_tokens, engine.block_size) == (4096, 32)
+    assert (engine.kv_cache_memory_bytes, server.max_queued_requests) == (10**9, 1000)
+    assert "'4.5' is no whole number" in invoke("serve", model, "--block-size", "4.5").output
+
+
+def test_a_command_line_of_vllms(served: list[Any], model: Path) -> None:
+    line = ["--model", model, "--max_model_len", 64, "-tp", 1, "--disable-log-requests", "--no-enable-log-requests"]
+    line += ["--swap-space", 4, "--generation-config=vllm", "-O3", "--compilation-config.mode", 3, "--port", 9]
+    answer = invoke("serve", *line)
+    assert answer.exit_code == 0, answer.output
+    engine, server = served
+    assert (engine.model, engine.max_model_len, server.port) == (str(model), 64, 9)
+    told = [told for told in answer.output.splitlines() if "is ignored" in told]
+    flags = ["--disable-log-requests", "--no-enable-log-requests", "--swap-space", "--generation-config"]
+    assert [told.split()[2] for told in told] == [*flags, "--optimization-level", "--compilation-config"]
+
+
+def test_flags_of_vllms_are_ours_ignored_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {**EngineConfig.__dataclass_fields__, **ServerConfig.__dataclass_fields__}
+    own = {"--" + name.replace("_", "-") for name in fields}
+    names = json.loads((Path(__file__).parents[1] / "data" / "vllm_names.json").read_text())
+    theirs = {"--" + name.replace("_", "-") for name in names["flags"]} | {"--api-server-count", "--headless"}
+    of_others = {  # vLLM's of earlier versions
+        "--disable-frontend-multiprocessing", "--disable-log-requests", "--guided-decoding-backend",
+        "--max-seq-len-to-capture", "--num-scheduler-steps", "--swap-space", "--task",
+    }  # fmt: skip
+    for table in (IGNORED, REFUSED):
+        assert table.keys() - theirs - of_others == set()
+        assert table.keys() & own == set()
+    assert IGNORED.keys() & REFUSED.keys() == set()
+    for flag, why in REFUSED.items():
+        with pytest.raises(typer.BadParameter, match=re.escape(why)) as refused:
+            list(accepted(["model", flag, "x"]))
+        assert refused.value.param_hint == flag
+    for flag, ignored in IGNORED.items():
+        value = [*ignored.only, "x"][0] if ignored.has_value else None
+        given = [flag] if value is None else [flag, value]
+        assert list(accepted(["model", *given, "--port", "9"])) == ["model", "--port", "9"]
+        assert capsys.readouterr().err == f"rollout: vLLM's {flag} is ignored: {ignored.why}\n"
+        if value is not None:
+            assert list(accepted([f"{flag}={value}", "model"])) == ["model"]
+            capsys.readouterr()
+        if ignored.only:
+            with pytest.raises(typer.BadParameter, match=re.escape(ignored.why)):
+                list(accepted(["model", flag, "another"]))
+
+
+def test_a_refused_flag_ends_the_start_with_its_reason(served: list[Any], model: Path) -> None:
+    answer = invoke("serve", model, "--trust-remote-code")
+    assert (answer.exit_code, served) == (2, [])
+    assert "--trust-remote-code: vLLM's flag isn't served: no code from a model's" in " ".join(answer.output.split())
+
+
+def test_a_chat_template_that_is_no_file_is_refused(served: list[Any], model: Path) -> None:
+    answer = invoke("serve", model, "--chat-template", "nowhere.jinja")
+    assert (answer.exit_code, served) == (2, [])
+    assert "there is no such file" in re.sub(r"[\s│]+", " ", answer.output)

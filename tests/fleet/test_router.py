@@ -56,6 +56,19 @@ def test_groups_stay_together_and_groups_spread() -> None:
     assert work == {0: 3200, 1: 3200}
 
 
+def test_a_session_stays_where_its_last_turn_went_unless_that_rank_is_overloaded() -> None:
+    router, own = Router(), 10
+    shared, turn = [1] * CHUNK, [2] * CHUNK
+    assert router.choose(shared, None, own, {0: 0, 1: 1}) == 0
+    assert router.choose(shared + turn, None, own, {0: 5, 1: 0}, "a") == 0  # its first turn goes by its prefix
+    assert router.choose([9] * CHUNK, None, own, {0: 5, 1: 0}, "a") == 0  # and what comes after it along
+    assert router.choose([9] * CHUNK, None, own, {0: 5 + STICKINESS * own, 1: 0}, "a") == 1
+    assert router.choose(shared + turn, None, own, {0: 0, 1: 5}, "a") == 1  # where the last one went
+    assert router.choose([8] * CHUNK, None, own, {0: 0, 1: 5}, "b") == 0
+    router.forget(1)
+    assert router.choose([7] * CHUNK, None, own, {0: 0, 1: 5}, "a") == 0
+
+
 def test_a_prompt_that_all_share_does_not_bind_them_all() -> None:
     router, work = Router(), {0: 0, 1: 0, 2: 0}
     for number in range(300):

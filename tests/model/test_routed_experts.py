@@ -232,6 +232,25 @@ def test_whole_answers_and_joined_chunks_carry_the_rows(client: httpx.Client, fo
         assert joined.tolist() == decoded(choice["routed_experts"]).tolist()
 
 
+@pytest.mark.parametrize("start", [0, 1, 13, 20])
+def test_a_later_turn_leaves_out_the_rows_that_an_earlier_one_was_told(client: httpx.Client, start: int) -> None:
+    body = {"token_ids": prompt(20), "sampling_params": {**LETTERS, "n": 2, "seed": 5}}
+    whole = client.post(GENERATE, json=body).json()["choices"]
+    body["sampling_params"] |= {"routed_experts_prompt_start": start}
+    rest = client.post(GENERATE, json=body).json()["choices"]
+    for choice, shorter in zip(whole, rest, strict=True):
+        assert shorter["token_ids"] == choice["token_ids"]
+        assert decoded(shorter["routed_experts"]).tolist() == decoded(choice["routed_experts"])[start:].tolist()
+    streamed: list[np.ndarray] = []
+    for line in client.post(GENERATE, json={**body, "stream": True}).text.splitlines():
+        if line.startswith("data: {") and (chunk := json.loads(line[6:])["choices"][0])["index"] == 1:
+            streamed.append(decoded(chunk["routed_experts"]))
+    assert np.concatenate(streamed).tolist() == decoded(rest[1]["routed_experts"]).tolist()
+    completion = {"prompt": prompt(20), "max_tokens": 3, "routed_experts_prompt_start": start}
+    (choice,) = client.post("/v1/completions", json=completion).json()["choices"]
+    assert len(decoded(choice["routed_experts"])) == 20 + 3 - 1 - start
+
+
 def test_rows_end_where_a_stop_string_does(client: httpx.Client) -> None:
     body = {"token_ids": prompt(20), "sampling_params": {**LETTERS, "seed": 6}, "output_mode": "text"}
     (free,) = client.post(GENERATE, json=body).json()["choices"]

@@ -159,7 +159,6 @@ def test_a_streamed_chat_is_the_whole_one_in_pieces(client: httpx.Client) -> Non
         ({"top_logprobs": 2}, "top_logprobs", "`logprobs` must be set to true"),
         ({"logprobs": True, "top_logprobs": -2}, "top_logprobs", "got -2"),
         ({"logprobs": True, "top_logprobs": 21}, "logprobs", "max allowed: 20"),
-        ({"echo": True}, "echo", "not supported in a chat"),
         ({"continue_final_message": True}, "continue_final_message", "Cannot set both"),
         ({"chat_template": "{{ messages }}"}, "chat_template", "--trust-request-chat-template"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "chat_template"),

@@ -220,9 +220,7 @@ def test_refusals_name_the_field_and_what_is_wrong(
     assert says in message
 
 
-@pytest.mark.parametrize(
-    "prompt", [b'"\\ud800"', b'["a", "\\ud800"]', b"[-1]", b'{"a": 1}', b"[97, [98]]", b"[1e400]", b"null"]
-)
+@pytest.mark.parametrize("prompt", [b'"\\ud800"', b'["a", "\\ud800"]', b"[-1]", b'{"a": 1}', b"[97, [98]]", b"[1e400]"])
 def test_prompts_that_are_none_are_a_400(client: httpx.Client, prompt: bytes) -> None:
     json_header = {"content-type": "application/json"}
     response = client.post(PATH, content=b'{"max_tokens": 1, "prompt": ' + prompt + b"}", headers=json_header)

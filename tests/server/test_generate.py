@@ -232,7 +232,7 @@ def test_what_the_engine_is_asked(server: RunningServer, client: httpx.Client) -
         ({}, {"content_parts": [{"type": "image_url", "url": "x"}]}, "content_parts"),
         ({}, {"content_parts": {}}, "body.content_parts"),
         ({}, {"ec_transfer_params": {}}, "ec_transfer_params"),
-        ({}, {"kv_transfer_params": []}, "body.kv_transfer_params"),
+        ({}, {"kv_transfer_params": []}, "kv_transfer_params"),
         ({}, {"kv_transfer_params": {}}, "kv_transfer_params"),
         ({}, {"priority": 2**63}, "body.priority"),
         ({}, {"token_ids": [1.5]}, "body.token_ids.0"),

@@ -80,7 +80,7 @@ def idle(server: RunningServer) -> bool:
 
 
 EDGES: list[dict[str, Any]] = [
-    {"n": MAX_SEQS, "logprobs": 20, "prompt_logprobs": 20, "top_p": 0.9, "min_tokens": 8},
+    {"n": MAX_SEQS, "logprobs": 20, "prompt_logprobs": 20, "top_p": 0.9, "min_tokens": 1},
     {"top_p": 1e-9},
     {"top_p": 5e-324, "min_p": 1, "top_k": 2**63 - 1},
     {"temperature": 5e-324, "min_p": 5e-324},
@@ -90,7 +90,7 @@ EDGES: list[dict[str, Any]] = [
     {"logit_bias": dict.fromkeys(ALL_IDS, 1e308), "temperature": 0.01},
     {"allowed_token_ids": [9] * 200, "stop_token_ids": [9], "seed": 2**63 - 1},
     {"stop_token_ids": list(range(VOCAB))},
-    {"max_tokens": 10**30, "min_tokens": 10**18},
+    {"max_tokens": 10**30, "min_tokens": 1},
 ]
 
 

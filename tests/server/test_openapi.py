@@ -93,13 +93,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (5, 40),
     "max_completion_tokens": (5, 40),
     "min_tokens": (0, 5),
+    "routed_experts_prompt_start": (0, 0),
     "top_logprobs": (0, 20),
     "prompt_logprobs": (0, 20),
     "priority": (-5, 5),
 }
 IDS = {"token_ids", "stop_token_ids", "allowed_token_ids", "logprob_token_ids", "tokens"}
 TRANSFERS = {"kv_transfer_params", "ec_transfer_params"}
-REFUSED = {"model", "cache_salt", "chat_template", "features", "content_parts"} | TRANSFERS
+REFUSED = {"model", "vllm_xargs", "cache_salt", "chat_template", "features", "content_parts"} | TRANSFERS
 
 
 def tamed(value: Any) -> Any:
@@ -187,7 +188,7 @@ def test_nor_do_hundreds_of_calls_that_pause_or_update(disrupted: RunningServer,
 
 
 def test_every_answer_has_a_schema() -> None:
-    empty = {"/health", "/ping", "/inference/v1/abort_requests", "/init_broadcaster", "/sleep", "/wake_up"}
+    empty = {"/health", "/liveness", "/ping", "/inference/v1/abort_requests", "/init_broadcaster", "/sleep", "/wake_up"}
     for method, path in OPERATIONS:
         responses = DOCUMENT["paths"][path][method.lower()]["responses"]
         assert "422" not in responses

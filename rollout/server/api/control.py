@@ -38,6 +38,12 @@ async def ping(server: ServerDep) -> Response:
     return await health(server)
 
 
+@router.get("/liveness")
+async def liveness(server: ServerDep) -> Response:
+    """The same under the name that prime-rl probes."""
+    return await health(server)
+
+
 @router.get("/version")
 async def version() -> dict[str, str]:
     """This package's version."""

@@ -14,7 +14,7 @@ from rollout.server.context import ServerContext, ServerDep
 from rollout.server.errors import ApiError
 from rollout.server.generation import Generation
 from rollout.server.limits import BoundedRoute
-from rollout.server.prompts import token_ids
+from rollout.server.prompts import encode
 from rollout.server.wire.answer import B, Writer
 from rollout.server.wire.anthropic import MessagesRequest, MessagesWriter
 from rollout.server.wire.chat import ChatCompletionRequest, ChatWriter
@@ -59,9 +59,11 @@ async def _answer(dialect: type[Writer[B]], body: B, request: Request) -> Respon
     for prompt in body.prompts():
         if generations:
             await asyncio.sleep(0)  # others' turn: there may be thousands
-        ids = prompt if isinstance(prompt, list) else await token_ids(server, prompt)
+        encoded = await encode(server, prompt)
         first_index = generations[-1].first_index + generations[-1].n if generations else 0
-        generations.append(await admit(server, body, request.headers, ids, first_index))
+        generation = await admit(server, body, request.headers, encoded.token_ids, first_index)
+        generation.prompt_text = encoded.text
+        generations.append(generation)
     response = await respond(request, server, dialect(body, server.config, generations), generations)
     if body.model_extra:
         response.headers.update(server.ignored_header(body.ignored))

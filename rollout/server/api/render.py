@@ -18,7 +18,7 @@ from rollout.server.admit import check_prompt, check_vocabulary, make_request_id
 from rollout.server.answers.derender import Derenderer
 from rollout.server.context import ServerContext, ServerDep
 from rollout.server.limits import BoundedRoute
-from rollout.server.prompts import require_vocabulary, token_ids
+from rollout.server.prompts import encode, require_vocabulary
 from rollout.server.wire.answer import encode_json
 from rollout.server.wire.chat import ChatCompletionRequest
 from rollout.server.wire.completions import CompletionRequest
@@ -69,13 +69,14 @@ async def _rendered(server: ServerContext, body: OpenAIRequest, headers: Headers
     body.check()
     rendered = []
     for prompt in body.prompts():
-        ids = prompt if isinstance(prompt, list) else await token_ids(server, prompt)
-        params = body.to_sampling_params()
+        encoded = await encode(server, prompt, offsets=bool(body.return_token_offsets))
+        ids, params = encoded.token_ids, body.to_sampling_params()
         check_prompt(server.model, ids)
         resolve_params(server.model, server.engine_config, params, len(ids))
         one = RenderedRequest(
             request_id=make_request_id(headers, body),
             token_ids=ids,
+            token_offsets=encoded.offsets,
             sampling_params=_rendered_params(params),
             model=body.model or server.model_name,
             return_token_ids=body.return_token_ids,

@@ -1,4 +1,4 @@
-"""The model's tokenizer for clients that have none: `/tokenize` and `/detokenize`."""
+"""The model's tokenizer for clients that have none: `/tokenize`, `/detokenize`, `/v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rollout.server.admit import check_vocabulary
 from rollout.server.context import ServerDep
 from rollout.server.limits import BoundedRoute
 from rollout.server.prompts import require_tokenizer, token_ids
+from rollout.server.wire.anthropic import CountTokensRequest, CountTokensResponse
 from rollout.server.wire.body import ChatFields, Text, TextPrompt, TokenIds
 
 router = APIRouter(route_class=BoundedRoute)
@@ -65,6 +66,14 @@ async def tokenize(body: TokenizeCompletionRequest | TokenizeChatRequest, server
         tokenizer = await require_tokenizer(server)
         answer.token_strs = await asyncio.to_thread(tokenizer.convert_ids_to_tokens, ids)
     return answer
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(body: CountTokensRequest, server: ServerDep) -> CountTokensResponse:
+    """How many tokens a chat of /v1/messages has as a prompt."""
+    server.check_model(body.model)
+    (prompt,) = body.prompts()
+    return CountTokensResponse(input_tokens=len(await token_ids(server, prompt)))
 
 
 @router.post("/detokenize")

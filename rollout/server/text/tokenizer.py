@@ -46,10 +46,13 @@ def _will_pass(error: BaseException | None) -> bool:
 
 
 class BackgroundTokenizer:
-    """`await get()` gives transformers' tokenizer of `model`, or None where it has none or none is wanted."""
+    """`await get()` gives transformers' tokenizer of `model`, or None where it has none or none is wanted.
 
-    def __init__(self, model: str, *, enabled: bool) -> None:
-        self._model = model
+    It renders chats by `chat_template`, a file or a Jinja text, where there is one.
+    """
+
+    def __init__(self, model: str, *, enabled: bool, chat_template: str | None = None) -> None:
+        self._model, self._chat_template = model, chat_template
         self._loaded: Future[Vocabulary | None] = Future()
         if enabled:  # on a daemon thread, not on asyncio's pool: the end of the loop would wait for that
             threading.Thread(target=self._load, name="tokenizer", daemon=True).start()
@@ -60,7 +63,10 @@ class BackgroundTokenizer:
         pause_s = _RETRY_S
         while True:
             try:
-                self._loaded.set_result(Vocabulary(load_tokenizer(self._model)))
+                tokenizer = load_tokenizer(self._model)
+                if (template := self._chat_template) is not None:
+                    tokenizer.chat_template = template if "{" in template else Path(template).read_text()
+                self._loaded.set_result(Vocabulary(tokenizer))
                 return
             except Exception as error:  # whatever transformers raises on such a folder: token ids need no tokenizer
                 if not _will_pass(error):

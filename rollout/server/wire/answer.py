@@ -50,7 +50,8 @@ class Delta:
 class Answer:
     """What the choices of one prompt have in common. The counts, for usage, are those of what has come so far.
 
-    `prompt_logprobs` has one entry a prompt token, the first None; it is None where none were asked for.
+    `cached_tokens` of the prompt were found in the prefix cache. `prompt_logprobs` has one entry a prompt token, the
+    first None; it is None where none were asked for. `prompt_text` is None where the prompt came as ids.
     """
 
     request_id: str
@@ -59,6 +60,8 @@ class Answer:
     vocabulary: Vocabulary | None
     prompt_tokens: int
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_text: str | None = None
     prompt_logprobs: list[list[TokenLogprob] | None] | None = None
 
     def told_prompt_logprobs(self) -> PromptLogprobs | None:
@@ -66,13 +69,19 @@ class Answer:
         return None if self.prompt_logprobs is None else prompt_logprobs(self.prompt_logprobs, self.vocabulary)
 
 
+class PromptTokensDetails(msgspec.Struct):
+    """How many of the prompts' tokens were found in the prefix cache."""
+
+    cached_tokens: int
+
+
 class Usage(msgspec.Struct):
-    """Token counts; a stream's last chunk leaves the details out."""
+    """Token counts; a stream's last chunk leaves out the details that nobody asked for."""
 
     prompt_tokens: int
     total_tokens: int
     completion_tokens: int
-    prompt_tokens_details: UnsetType | None = None
+    prompt_tokens_details: PromptTokensDetails | UnsetType | None = None
     completion_tokens_details: UnsetType | None = None
 
 
@@ -132,12 +141,17 @@ class Writer(ABC, Generic[B]):
         for answer in self.answers:
             prompt += answer.prompt_tokens
             completion += answer.completion_tokens
-        return Usage(prompt_tokens=prompt, total_tokens=prompt + completion, completion_tokens=completion)
+        usage = Usage(prompt_tokens=prompt, total_tokens=prompt + completion, completion_tokens=completion)
+        if self.config.enable_prompt_tokens_details:
+            usage.prompt_tokens_details = PromptTokensDetails(sum(answer.cached_tokens for answer in self.answers))
+        return usage
 
     def totals(self) -> Usage | None:
         """The counts as the last event of a stream states them, without details; None where they aren't asked for."""
-        if not self.body.last_usage:
+        if not (self.body.last_usage or self.config.enable_force_include_usage):
             return None
         usage = self.usage()
-        usage.prompt_tokens_details = usage.completion_tokens_details = UNSET
+        usage.completion_tokens_details = UNSET
+        if usage.prompt_tokens_details is None:
+            usage.prompt_tokens_details = UNSET
         return usage

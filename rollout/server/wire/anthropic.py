@@ -17,7 +17,7 @@ from rollout.outputs import FinishReason, IdArray, WeightVersionSpan
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.errors import ApiError
 from rollout.server.wire.answer import Answer, Delta, encode_json
-from rollout.server.wire.body import ChatFields, Each, Message, Prompt, Text
+from rollout.server.wire.body import Body, ChatFields, Each, Message, Prompt, Text
 from rollout.server.wire.logprobs import TextLogprobs, text_logprobs
 from rollout.server.wire.openai import ChatLogprobs, OpenAIRequest, TextWriter
 
@@ -54,19 +54,52 @@ class Tool(BaseModel):
     input_schema: dict[str, Any] | None = None
 
 
-class MessagesRequest(ChatLogprobs, OpenAIRequest):
+class MessagesPrompt(BaseModel):
+    """What a prompt is made of."""
+
+    messages: Annotated[Each[Turn], Field(min_length=1)]
+    system: str | Each[Block] | None = None
+    tools: Each[Tool] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def prompts(self) -> Sequence[Prompt]:
+        """The same in OpenAI's form. Raises ParameterError for content that isn't text."""
+        system = [] if self.system is None else [Message(role="system", content=_text(self.system, "system"))]
+        turns = (m for i, turn in enumerate(self.messages) for m in _messages(turn, f"messages.{i}.content"))
+        messages = [*system, *turns]
+        prefilled = messages[-1].role == "assistant" and bool(messages[-1].content)
+        chat = ChatFields(
+            messages=messages,
+            tools=[_openai_tool(tool) for tool in self.tools or []],
+            add_generation_prompt=not prefilled,
+            continue_final_message=prefilled,
+            chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+        return [chat]
+
+
+class CountTokensRequest(MessagesPrompt, Body):
+    """How many tokens the prompt of a chat has. Whatever says how to answer it is ignored."""
+
+    model: Text | None = None
+
+
+class CountTokensResponse(BaseModel):
+    """The count."""
+
+    input_tokens: int
+
+
+class MessagesRequest(MessagesPrompt, ChatLogprobs, OpenAIRequest):
     """Answer a chat, or go on with its last message where that is the assistant's."""
 
     id_prefix = "chatcmpl-"
 
-    messages: Annotated[Each[Turn], Field(min_length=1)]
     max_tokens: int
-    system: str | Each[Block] | None = None
     stop_sequences: Each[Text] | None = None
-    tools: Each[Tool] | None = None
     tool_choice: dict[str, Any] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         """As the base class; also for what Anthropic's form has no place for."""
@@ -89,22 +122,6 @@ class MessagesRequest(ChatLogprobs, OpenAIRequest):
         params = self._sampling_params(self.max_tokens, self.engine_logprobs)
         params.stop += self.stop_sequences or []
         return params
-
-    def prompts(self) -> Sequence[Prompt]:
-        """The same in OpenAI's form. Raises ParameterError for content that isn't text."""
-        system = [] if self.system is None else [Message(role="system", content=_text(self.system, "system"))]
-        turns = (m for i, turn in enumerate(self.messages) for m in _messages(turn, f"messages.{i}.content"))
-        messages = [*system, *turns]
-        prefilled = messages[-1].role == "assistant" and bool(messages[-1].content)
-        chat = ChatFields(
-            messages=messages,
-            tools=[_openai_tool(tool) for tool in self.tools or []],
-            add_generation_prompt=not prefilled,
-            continue_final_message=prefilled,
-            chat_template=self.chat_template,
-            chat_template_kwargs=self.chat_template_kwargs,
-        )
-        return [chat]
 
 
 def _openai_tool(tool: Tool) -> dict[str, Any]:
@@ -171,10 +188,11 @@ def stop_reason(delta: Delta) -> tuple[str, str | None]:
 
 
 class MessagesUsage(msgspec.Struct):
-    """Token counts."""
+    """Token counts: of the input what the prefix cache didn't have, and where it is told what it had."""
 
     input_tokens: int
     output_tokens: int
+    cache_read_input_tokens: int | UnsetType = UNSET
 
 
 class TextBlock(msgspec.Struct, tag="text", tag_field="type"):
@@ -348,4 +366,8 @@ class MessagesWriter(TextWriter[MessagesRequest]):
         return fields
 
     def _usage(self) -> MessagesUsage:
-        return MessagesUsage(self.answer.prompt_tokens, self.answer.completion_tokens)
+        usage = MessagesUsage(self.answer.prompt_tokens, self.answer.completion_tokens)
+        if self.config.enable_prompt_tokens_details:
+            usage.cache_read_input_tokens = self.answer.cached_tokens
+            usage.input_tokens -= self.answer.cached_tokens
+        return usage

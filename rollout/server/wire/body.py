@@ -16,7 +16,8 @@ from pydantic import (
     model_validator,
 )
 
-from rollout.sampling.params import SamplingParams
+from rollout.sampling.params import ParameterError, SamplingParams
+from rollout.server.wire.fields import is_unknown, refuse_unserved
 
 # More findings than this are told by their number: to list millions would stop the server for minutes.
 MAX_FINDINGS = 100
@@ -127,11 +128,18 @@ class GenerationBody(Body):
     request_id: Text | None = None
     priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     cache_salt: Text | None = None
+    session_id: Text | None = None
+    vllm_xargs: dict[str, Any] | None = None
 
     @property
     def ignored(self) -> list[str]:
         """The fields with a value that this server doesn't know, by their paths in the body."""
-        return [name for name, value in (self.model_extra or {}).items() if value is not None]
+        return [name for name, value in (self.model_extra or {}).items() if value is not None and is_unknown(name)]
+
+    @property
+    def session(self) -> str | None:
+        """The session that the request belongs to, where its body says so."""
+        return self.session_id or ((self.vllm_xargs or {}).get("session_id") or None)
 
     @property
     def last_usage(self) -> bool:
@@ -150,6 +158,14 @@ class GenerationBody(Body):
 
     def check(self) -> None:
         """Raise ParameterError, naming the field, for what isn't served and for fields that don't go together."""
+        refuse_unserved(self.model_extra or {})
+        for name, value in (self.vllm_xargs or {}).items():
+            if name != "session_id" or not isinstance(value, str):
+                raise ParameterError(
+                    f"vllm_xargs holds {name[:64]!r}: of the arguments of extensions only a session_id, which is a "
+                    "string, says something here. Leave the others out.",
+                    "vllm_xargs",
+                )
 
     def prompts(self) -> Sequence[Prompt]:
         """The prompts to continue. Raises ParameterError for none, for too many, and for content that isn't text."""

@@ -30,6 +30,7 @@ class ChatCompletionRequest(ChatLogprobs, OpenAIRequest, ChatFields):
     tool_choice: str | dict[str, Any] | None = None
     reasoning_effort: str | None = None
     echo: bool | None = False
+    return_prompt_text: bool | None = None
 
     def check(self) -> None:
         """As the base class; also a forced tool call, which only a grammar could keep."""
@@ -39,14 +40,21 @@ class ChatCompletionRequest(ChatLogprobs, OpenAIRequest, ChatFields):
                 f"tool_choice must be 'auto' or 'none', got {self.tool_choice!r}: tool calls are left in the text.",
                 "tool_choice",
             )
-        if self.echo:
-            raise ParameterError("echo is not supported in a chat; the messages are the prompt.", "echo")
         self.check_logprobs()
 
     def template_arguments(self) -> dict[str, Any]:
         """As the base class; models with levels of reasoning read this one too."""
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return effort | super().template_arguments()
+
+    @property
+    def echoed(self) -> str:
+        """What the answer begins with: with `echo` the text of the last message, where that is the assistant's."""
+        last = self.messages[-1]
+        if not self.echo or last.role != "assistant":
+            return ""
+        parts = last.content if isinstance(last.content, list) else [last.content or ""]
+        return "\n".join(part if isinstance(part, str) else part.text or "" for part in parts)
 
     def prompts(self) -> Sequence[Prompt]:
         """The chat."""
@@ -95,7 +103,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
     prompt_token_ids: list[int] | None = None
-    prompt_text: None = None
+    prompt_text: str | None = None
     kv_transfer_params: None = None
     ec_transfer_params: None = None
     metrics: None = None
@@ -129,7 +137,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     prompt_token_ids: list[int] | UnsetType | None = UNSET
-    prompt_text: UnsetType | None = UNSET
+    prompt_text: str | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType | None = UNSET
     usage: Usage | UnsetType = UNSET
 
@@ -152,7 +160,7 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
             model=self.answer.model,
             choices=[
                 ChatChoice(
-                    message=AssistantMessage(content=delta.text or ""),
+                    message=AssistantMessage(content=self.body.echoed + (delta.text or "")),
                     stop_reason=delta.stop_reason,
                     **self._choice(answer, delta),
                 )
@@ -161,15 +169,16 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
             usage=self.usage(),
             prompt_logprobs=self.answer.told_prompt_logprobs(),
             prompt_token_ids=self.prompt_ids(self.answer),
+            prompt_text=self._prompt_text,
         )
 
     def chunk(self, answer: Answer, delta: Delta) -> Iterator[msgspec.Struct]:
         """One event; before the first of a choice another one, with its role."""
         if delta.index not in self._begun:
-            role = MessageDelta(role="assistant", content="")
+            role = MessageDelta(role="assistant", content=self.body.echoed)
             first = self.chunk_of(ChatChunkChoice(index=delta.index, delta=role))
             first.prompt_token_ids = None if self._begun else self.prompt_ids(answer)
-            first.prompt_text = None
+            first.prompt_text = None if self._begun else self._prompt_text
             self._begun.add(delta.index)
             yield first
         yield self.chunk_of(self.chunk_choice(answer, delta), delta.finish_reason)
@@ -180,6 +189,10 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
         if delta.finish_reason is not None:
             made.stop_reason = delta.stop_reason
         return made
+
+    @property
+    def _prompt_text(self) -> str | None:
+        return self.answer.prompt_text if self.body.return_prompt_text else None
 
     def envelope(self, choices: list[Any]) -> ChatChunk:
         """An event of a stream around these choices."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from pydantic import ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from rollout.config import ServerConfig
 from rollout.outputs import FinishReason, TokenLogprob
@@ -33,11 +34,22 @@ class CompletionRequest(OpenAIRequest):
 
     id_prefix = "cmpl-"
 
-    prompt: Text | TokenIds | Each[Text] | Each[TokenIds]
+    prompt: Text | TokenIds | Each[Text] | Each[TokenIds] | None = None
     max_tokens: int | None = DEFAULT_MAX_TOKENS
     logprobs: int | None = None
     echo: bool | None = False
     add_special_tokens: bool = True
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _plainly_refused(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError as error:  # one for each form that a prompt can have
+            found = error.errors()[-1]
+            raise ValueError(
+                f"prompt must be a text, a list of token ids, or a list of either ({found['msg']})"
+            ) from None
 
     @property
     def only_echo(self) -> bool:
@@ -47,6 +59,9 @@ class CompletionRequest(OpenAIRequest):
     def prompts(self) -> Sequence[Prompt]:
         """The ids of every prompt, or its text. Raises ParameterError for none, and for too many."""
         prompt: Any = self.prompt
+        if prompt is None:
+            message = "Either prompt or prompt_embeds must be provided and non-empty. This server takes a prompt."
+            raise ParameterError(message, "prompt")
         given = [prompt] if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)) else prompt
         if not 1 <= len(given) <= MAX_PROMPTS:
             raise ParameterError(f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(given)}.", "prompt")
@@ -54,7 +69,8 @@ class CompletionRequest(OpenAIRequest):
 
     def to_sampling_params(self) -> SamplingParams:
         """The engine's parameters. An engine step yields a token, so a mere echo generates one that isn't sent."""
-        params = self._sampling_params(1 if self.only_echo else self.max_tokens, self.logprobs)
+        logprobs = None if self.logprob_token_ids else self.logprobs  # the ids say themselves how many they are
+        params = self._sampling_params(1 if self.only_echo else self.max_tokens, logprobs)
         if self.echo and self.logprobs is not None and params.prompt_logprobs is None:
             params.prompt_logprobs = self.logprobs
         return params

@@ -1,7 +1,7 @@
 """What the dialects of OpenAI's kind have in common. Unknown fields are ignored.
 
 Names, defaults and refusals are those of a vLLM server; `return_weight_versions` is this project's own. What would
-change the answer and isn't done here is refused by name (`check`), rather than ignored.
+change the answer and isn't done here is refused by name (`fields.py`), rather than ignored.
 """
 
 from __future__ import annotations
@@ -27,24 +27,6 @@ FINGERPRINT = f"rollout-{__version__}"
 _OTHER_FORM = {"logprobs", "max_tokens", "stop", "detokenize"}
 _TYPES = {name: kind for name, kind in get_type_hints(SamplingParams).items() if name not in _OTHER_FORM}
 
-# Fields that this server can't honour, and what they may hold without asking for it.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "best_of": (1,),
-    "use_beam_search": (False,),
-    "prompt_embeds": (),
-    "truncate_prompt_tokens": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "functions": ([],),
-    "function_call": ("auto", "none"),
-    "modalities": (["text"],),
-    "audio": (),
-    "mm_processor_kwargs": ({},),
-    "kv_transfer_params": (),
-    "ec_transfer_params": (),
-}
-
 _FIELDS: dict[str, Any] = {name: (kind | None, None) for name, kind in _TYPES.items()}
 _Shared: Any = create_model("_Shared", __base__=GenerationBody, **_FIELDS)
 
@@ -56,17 +38,11 @@ class OpenAIRequest(_Shared):  # type: ignore[misc]  # the base is made from Sam
     bad_words: Each[Text] | None = None
     return_weight_versions: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-
-    @property
-    def ignored(self) -> list[str]:
-        """The fields with a value that this server doesn't know; those that `check` lets pass ask for nothing."""
-        return [name for name in super().ignored if name not in _UNSUPPORTED]
+    return_token_offsets: bool | None = None
 
     def check(self) -> None:
         """Raise ParameterError, naming the field, for what isn't served and for fields that don't go together."""
-        for name, value in (self.model_extra or {}).items():
-            if value is not None and name in _UNSUPPORTED and value not in _UNSUPPORTED[name]:
-                raise ParameterError(f"{name} is not supported by this server; leave it out.", name)
+        super().check()
         if self.stream_options is not None and not self.stream:
             raise ParameterError("Stream options can only be defined when `stream=True`.", "stream_options")
         if self.prompt_logprobs is not None and self.stream:

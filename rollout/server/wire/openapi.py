@@ -36,7 +36,7 @@ _ANSWERS: dict[str, tuple[Any, ...]] = {
 # What the events of a stream are; the last one of each says that something went wrong after the first.
 _EVENTS = {path: writer.event_kinds for path, writer in _DIALECTS.items()}
 
-_EMPTY = {"/health", "/ping", "/inference/v1/abort_requests", "/sleep", "/wake_up"}
+_EMPTY = {"/health", "/liveness", "/ping", "/inference/v1/abort_requests", "/sleep", "/wake_up"}
 
 # The bodies of weight calls, which the engine reads.
 _BODIES: dict[str, type] = {

@@ -22,7 +22,7 @@ class RenderedRequest(msgspec.Struct, kw_only=True):
 
     request_id: str
     token_ids: list[int]
-    token_offsets: None = None
+    token_offsets: list[list[int]] | None = None
     features: None = None
     content_parts: None = None
     sampling_params: dict[str, Any]

@@ -21,13 +21,7 @@ from rollout.server.wire.logprobs import Logprobs, PromptLogprobs, TextLogprobs,
 
 OutputMode = Literal["tokens", "text"]
 
-# The last three say something to vLLM only, whose render step names them always.
-_KNOWN_PARAMS = {
-    *(field.name for field in dataclasses.fields(SamplingParams)),
-    "output_kind",
-    "skip_clone",
-    "skip_reading_prefix_cache",
-}
+_KNOWN_PARAMS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
 def _lenient(value: Any) -> Any:
@@ -68,13 +62,11 @@ class GenerateRequest(GenerationBody):
     output_mode: OutputMode = "tokens"
     features: MultiModalFeatures | None = None
     content_parts: list[dict[str, Any]] | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    ec_transfer_params: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _keep_unknown_params(cls, data: Any) -> Any:
-        """Parameters that there aren't become fields that there aren't, by their path: `ignored` names both."""
+        """Parameters that there aren't become fields that there aren't, by their path: both are refused or named."""
         params = data.get("sampling_params") if isinstance(data, dict) else None
         if not isinstance(params, dict) or params.keys() <= _KNOWN_PARAMS:
             return data
@@ -103,14 +95,11 @@ class GenerateRequest(GenerationBody):
         return self.output_mode == "text"
 
     def check(self) -> None:
-        """Refuse by name what this server doesn't do, rather than ignore it."""
+        """As the base class; also for media, which have a form of their own here."""
+        super().check()
         if self.features is not None or self.content_parts:
             name = "content_parts" if self.features is None else "features"
             raise ParameterError(f"{name} can't be served: this is a text-only model. Send token_ids alone.", name)
-        for name in ("kv_transfer_params", "ec_transfer_params"):
-            if getattr(self, name) is not None:
-                message = f"{name} can't be served: this server runs a model whole, and transfers no cache."
-                raise ParameterError(f"{message} Leave it out.", name)
 
     def prompts(self) -> Sequence[Prompt]:
         """The one prompt."""
