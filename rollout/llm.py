@@ -22,12 +22,14 @@ from rollout.engine.engine import Engine
 from rollout.engine.process import ready
 from rollout.messages import AbortRequests, AddRequest
 from rollout.outputs import TokenOutput
+from rollout.sampling.grammar import load_tokenizer
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.admit import check_cache_salt, check_prompt, check_satisfiable, resolve_params
 from rollout.server.errors import ApiError
 from rollout.server.generation import ChoiceReader
 from rollout.server.text.detokenizer import TextReader, Vocabulary
-from rollout.server.text.tokenizer import bad_words_token_ids, load_tokenizer
+from rollout.server.text.grammars import GrammarChecker
+from rollout.server.text.tokenizer import bad_words_token_ids
 from rollout.server.wire.answer import Answer, encode_json
 from rollout.server.wire.tokens import GenerateRequest, GenerateWriter
 from rollout.weights.bodies import StartBody
@@ -70,6 +72,7 @@ class LLM:
         self._turn = threading.Lock()
         self._engine = Engine(self.config, self._woken.set)
         self._facts = ready(self._engine)
+        self._grammars = GrammarChecker()
         self._requests: dict[str, _Request] = {}
 
     def __enter__(self) -> LLM:
@@ -207,6 +210,9 @@ class LLM:
                 vocabulary = self._vocabulary
             bad_words = bad_words_token_ids(self.get_tokenizer(), sampling.bad_words) if sampling.bad_words else []
             check_satisfiable(sampling, bad_words, self._facts)
+            grammar = None
+            if (structured := sampling.structured_outputs) is not None:
+                grammar = self._grammars.check(structured, self.get_tokenizer(), self._facts, "structured_outputs")
         except ApiError as error:
             raise ParameterError(error.message, error.param) from None
         message = AddRequest(
@@ -217,6 +223,7 @@ class LLM:
             priority=body.priority,
             cache_salt=body.cache_salt,
             return_sampling_mask=self._options.return_sampling_mask,
+            grammar=grammar,
         )
         answer = Answer(message.request_id, self.config.model, body.token_ids, vocabulary, len(body.token_ids))
         routing = self._facts.routing

@@ -19,7 +19,8 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True):
 
     `bad_words_token_ids` are the token sequences that `sampling_params.bad_words` stand for. `return_sampling_mask`
     asks for the support of every filtered step. `session_id` names the dialogue that the request belongs to: the fleet
-    sends it where the one before went.
+    sends it where the one before went. `grammar` is what `sampling_params.structured_outputs` ask for, as
+    `sampling.grammar.as_grammar` has it, in the tokens of `tokenizer`, a folder or hub id, or the model's own.
     """
 
     request_id: str
@@ -30,6 +31,8 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True):
     cache_salt: str | None = None
     return_sampling_mask: bool = False
     session_id: str | None = None
+    grammar: str | None = None
+    tokenizer: str | None = None
 
 
 class AbortRequests(msgspec.Struct, tag=True):

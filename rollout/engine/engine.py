@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from rollout.config import EngineConfig
+from rollout.engine.grammars import GrammarQueue
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.request import Request, Sequence
 from rollout.engine.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
@@ -25,6 +26,7 @@ from rollout.messages import AbortRequests, AddRequest, EngineState
 from rollout.model.runner import ModelRunner
 from rollout.outputs import FinishReason, TokenOutput
 from rollout.rendezvous import device_uuid
+from rollout.sampling.grammar import Grammar
 from rollout.sampling.sampler import NOT_FINITE, Drawn, Sampler, end_without_token
 from rollout.weights.snapshot import SnapshotKeeper, resume
 from rollout.weights.store import WeightStore
@@ -120,6 +122,7 @@ class Engine:
         self._overlaps = on_cuda if config.async_scheduling is None else config.async_scheduling
         self._flight: Flight | None = None
         self._eos = self.runner.eos_token_ids
+        self.grammars = GrammarQueue(config.model, self.runner.vocab_size, self._eos)
         self._seeds = random.Random(secrets.randbits(64) if config.seed is None else config.seed)
         self._arrivals = 0
         self._warned_epoch: int | None = None
@@ -140,7 +143,13 @@ class Engine:
     # -- requests
 
     def add_request(self, message: AddRequest) -> None:
-        """Queue a request that the server has validated."""
+        """Queue a request that the server has validated; one with a grammar, once that is compiled."""
+        if message.grammar is None:
+            self._add(message, None)
+        else:
+            self.grammars.put(message)
+
+    def _add(self, message: AddRequest, grammar: Grammar | None) -> None:
         params = message.sampling_params
         room = self.runner.max_model_len - len(message.prompt_token_ids)
         self._arrivals += 1
@@ -156,6 +165,7 @@ class Engine:
             bad_words_token_ids=message.bad_words_token_ids,
             eos_token_ids=self._eos,
             return_sampling_mask=message.return_sampling_mask,
+            grammar=grammar,
         )
         self.scheduler.counters["prompt_tokens"] += len(message.prompt_token_ids)
         self.scheduler.add([Sequence(request, index, request.prompt_token_ids) for index in range(params.n)])
@@ -175,14 +185,15 @@ class Engine:
         ]
         for sequence in reversed(aborted):  # siblings before their leader, so that none has to lead for a moment
             self._end(sequence, FinishReason.ABORT if message.index is None else FinishReason.STOP)
+        choices = [(s.request.request_id, s.index) for s in aborted] + self.grammars.abort(message)
         if message.silent:
             return []
-        return [TokenOutput(s.request.request_id, s.index, finish_reason=FinishReason.ABORT) for s in aborted]
+        return [TokenOutput(request_id, index, finish_reason=FinishReason.ABORT) for request_id, index in choices]
 
     @property
     def has_work(self) -> bool:
         """True while there are sequences to go on with."""
-        return bool(self.scheduler.requests)
+        return bool(self.scheduler.requests or self.grammars)
 
     @property
     def halted(self) -> bool:
@@ -215,6 +226,7 @@ class Engine:
             return outputs + self.land()
         if self._flight is not None and self._flight.drawn.look_back:
             outputs += self.land()
+        outputs += self.grammars.enter(self._add, idle=not self.scheduler.requests)
         launched = self._launch()
         outputs += self.land()
         self._flight = launched

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from rollout.outputs import FinishReason, TokenLogprob
+from rollout.sampling.grammar import Grammar
 from rollout.sampling.params import SamplingParams
 from rollout.sampling.rows import RequestFilters, SamplingRow
 
@@ -34,6 +35,7 @@ class Request:
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     eos_token_ids: list[int] = field(default_factory=list)
     return_sampling_mask: bool = False
+    grammar: Grammar | None = None
     prompt_logprobs: list[list[TokenLogprob] | None] = field(default_factory=lambda: [None])
     prompt_logprobs_delivered: bool = False
     prompt_is_finite: bool = True
@@ -46,6 +48,7 @@ class Request:
             self.bad_words_token_ids,
             self.eos_token_ids,
             want_mask=self.return_sampling_mask,
+            grammar=self.grammar,
         )
         self.stop_reasons: dict[int, int | None] = {token: token for token in self.params.stop_token_ids}
         if not self.params.ignore_eos and self.eos_token_ids:

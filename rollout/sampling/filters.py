@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.sampling.grammar import next_tokens
 from rollout.sampling.params import SamplingParams
 from rollout.sampling.rows import Rows, SamplingRow
 
@@ -34,6 +35,7 @@ def filter_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     if not isinstance(rows, Rows):
         rows = Rows(rows)
     filtered = without_nan(logits)
+    keep_structure(filtered, rows)
     keep_allowed_ids(filtered, rows)
     add_logit_bias(filtered, rows)
     ban_tokens(filtered, rows)
@@ -52,6 +54,7 @@ def is_filtered(row: SamplingRow, vocab_size: int) -> bool:
     params = row.filters.params
     return bool(
         row.filters.greedy
+        or row.filters.grammar is not None
         or params.allowed_token_ids is not None
         or params.logit_bias
         or params.min_p > 0
@@ -68,6 +71,20 @@ def only_scales(row: SamplingRow, vocab_size: int) -> bool:
 def without_nan(logits: Tensor) -> Tensor:
     """Float32 copy of `logits` with NaN as -inf and +inf as a large number: any such row can still be drawn from."""
     return torch.nan_to_num(logits.float(), nan=-math.inf, posinf=LARGEST, neginf=-math.inf)
+
+
+def keep_structure(logits: Tensor, rows: Rows) -> None:
+    """Drop all tokens that the grammar of `structured_outputs` doesn't have next; at its end it has only EOS."""
+    states = [state for r in rows.structured if (state := rows[r].grammar) is not None]
+    if states:
+        vocab_size = logits.shape[-1]
+        packed = torch.from_numpy(next_tokens(states, vocab_size)).to(logits.device)
+        bits = packed[..., None].bitwise_and(torch.tensor([1 << i for i in range(8)], device=logits.device).byte())
+        forbidden = bits.flatten(-2)[:, :vocab_size] == 0
+        if len(states) == len(logits):
+            logits.masked_fill_(forbidden, -math.inf)
+        else:
+            logits[rows.structured] = logits[rows.structured].masked_fill_(forbidden, -math.inf)
 
 
 def keep_allowed_ids(logits: Tensor, rows: Rows) -> None:

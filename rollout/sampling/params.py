@@ -6,6 +6,7 @@ import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -21,6 +22,41 @@ class ParameterError(ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+@dataclass
+class StructuredOutputsParams:
+    """What the text of a choice must be: exactly one of `json` (a schema, or JSON that is one), `json_object` (any
+    object), `regex`, `choice` (one of these strings) and `grammar` (Lark's notation, or GBNF).
+
+    Of JSON, `disable_any_whitespace` leaves out all white space between its parts, `whitespace_pattern` is a regex
+    for it, and `disable_additional_properties` closes objects whose schema doesn't. Source: vLLM's class of this name.
+    """
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}  # what isn't known would change the answer
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
+
+    def validate(self) -> None:
+        """Raise ParameterError where not exactly one kind is asked for, or one that isn't served."""
+        name = "structured_outputs"
+        if self.structural_tag is not None:
+            raise ParameterError(f"{name}.structural_tag is not supported by this server; use grammar.", name)
+        kinds = ("json", "json_object", "regex", "choice", "grammar")
+        given = [kind for kind in kinds if getattr(self, kind) not in (None, False)]
+        if len(given) != 1:
+            got = ", ".join(given) or "none"
+            raise ParameterError(f"{name} must hold exactly one of {', '.join(kinds)}, got {got}.", name)
+        if self.choice == []:
+            raise ParameterError(f"{name}.choice must hold at least one string.", name)
 
 
 @dataclass
@@ -59,6 +95,7 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     routed_experts_prompt_start: int = 0
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if self.logprob_token_ids and self.logprobs is None:
@@ -135,6 +172,11 @@ class SamplingParams:
             )
         if self.min_tokens < 0:
             raise ParameterError(f"min_tokens must be greater than or equal to 0, got {self.min_tokens}.", "min_tokens")
+        if self.ignore_eos and self.structured_outputs is not None:
+            raise ParameterError(
+                "ignore_eos can't be had with structured_outputs: after what they ask for, only EOS is left.",
+                "ignore_eos",
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParameterError(
                 f"min_tokens must be less than or equal to max_tokens={self.max_tokens}, got {self.min_tokens}."

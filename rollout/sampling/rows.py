@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.sampling.grammar import Grammar, GrammarState
 from rollout.sampling.params import SamplingParams
 
 MIN_TEMPERATURE = 0.01  # vLLM's: a smaller temperature above 0 is raised to it, since dividing by it overflows
@@ -18,7 +19,8 @@ class RequestFilters:
     """What the sampling parameters of one request ask of its logits, the same for all its choices and steps.
 
     `bad_words_token_ids` are the token sequences of `params.bad_words`; `eos_token_ids` are banned, as
-    `params.stop_token_ids` are, until `params.min_tokens` outputs exist. `want_mask` asks for the support.
+    `params.stop_token_ids` are, until `params.min_tokens` outputs exist. `want_mask` asks for the support. `grammar` is
+    what `params.structured_outputs` were compiled to.
     """
 
     def __init__(
@@ -29,8 +31,9 @@ class RequestFilters:
         eos_token_ids: Collection[int] = (),
         *,
         want_mask: bool = False,
+        grammar: Grammar | None = None,
     ) -> None:
-        self.params, self.want_mask = params, want_mask
+        self.params, self.want_mask, self.grammar = params, want_mask, grammar
         self.greedy = params.greedy
         self.temperature = 1.0 if self.greedy else max(params.temperature, MIN_TEMPERATURE)
         self.penalizes = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1, 0, 0)
@@ -120,11 +123,11 @@ class SamplingRow:
 
     `seed` and `index` (which of the request's n choices) name the row's noise, `position` (how many tokens the output
     has) the draw. `banned` are arrays of ids that may not come next: EOS and stop tokens before `min_tokens`, and what
-    would complete a bad word. `append` tells it each token of the output; it costs the same for any length of prompt
-    and output.
+    would complete a bad word. `grammar` is where the choice is in its grammar. `append` tells it each token of the
+    output; it costs the same for any length of prompt and output.
     """
 
-    __slots__ = ("_counts", "_matching", "banned", "filters", "index", "position", "request_id", "seed")
+    __slots__ = ("_counts", "_grammar", "_matching", "banned", "filters", "index", "position", "request_id", "seed")
 
     def __init__(
         self,
@@ -139,6 +142,7 @@ class SamplingRow:
         self.position = 0
         self._matching = [filters.bad_words]
         self._counts: TokenCounts | None = None
+        self._grammar: GrammarState | None = None
         self.banned = self._banned()
         for token_id in output_token_ids:
             self.append(token_id)
@@ -149,6 +153,8 @@ class SamplingRow:
         filters = self.filters
         if filters.penalizes:
             self.counts.append(token_id)
+        if self.grammar is not None:
+            self.grammar.append(token_id)
         if filters.bans:
             matching = (after for node in self._matching if (after := node.after.get(token_id)))
             self._matching = [filters.bad_words, *matching]
@@ -161,6 +167,19 @@ class SamplingRow:
         return ids
 
     @property
+    def grammar(self) -> GrammarState | None:
+        """Made when it is first needed, as `counts` are; None where the choice may say anything."""
+        if self._grammar is None and self.filters.grammar is not None:
+            self._grammar = self.filters.grammar.begin()
+        return self._grammar
+
+    @property
+    def grammar_error(self) -> str | None:
+        """Why the grammar lets nothing follow, where that is an error."""
+        error = None if self._grammar is None else self._grammar.error
+        return None if error is None else f"no token is left by structured_outputs: {error}"
+
+    @property
     def counts(self) -> TokenCounts:
         """What penalties look at; made when it is first needed, since a request may wait for long."""
         if self._counts is None:
@@ -171,10 +190,11 @@ class SamplingRow:
 class Rows(list[SamplingRow]):
     """The rows of one step, in their order, and what their filters ask for in every step: worked out once.
 
-    So a step costs little Python for each of its rows as long as none comes or goes. `limited` (by
-    `allowed_token_ids`), `biased`, `banning`, `penalizing`, `narrowing` (to the likeliest tokens) and `greedy` list the
-    rows, by their places, that a filter may have work with; `drawing` are those that aren't greedy. `only_scale`:
-    no filter ever does more than divide by a temperature. `want_one_logprob`: at most the sampled token's is asked for.
+    So a step costs little Python for each of its rows as long as none comes or goes. `structured` (by a grammar),
+    `limited` (by `allowed_token_ids`), `biased`, `banning`, `penalizing`, `narrowing` (to the likeliest tokens) and
+    `greedy` list the rows, by their places, that a filter may have work with; `drawing` are those that aren't greedy.
+    `only_scale`: no filter ever does more than divide by a temperature. `want_one_logprob`: at most the sampled token's
+    is asked for.
     `look_back`: the filters of one change with each token. `temperatures` and `min_ps` are (rows,) float64, `noise` is
     each row's seed and sample index, (2, rows) uint64; `ahead`, uint64, is how many tokens further than its `position`
     a row draws: it hasn't been told yet which they are.
@@ -183,6 +203,7 @@ class Rows(list[SamplingRow]):
     def __init__(self, rows: Iterable[SamplingRow] = ()) -> None:
         super().__init__(rows)
         filters = [row.filters for row in self]
+        self.structured = [r for r, f in enumerate(filters) if f.grammar is not None]
         self.limited = [r for r, f in enumerate(filters) if f.params.allowed_token_ids is not None]
         self.biased = [r for r, f in enumerate(filters) if f.params.logit_bias]
         self.banning = [r for r, f in enumerate(filters) if f.bans]
@@ -194,7 +215,7 @@ class Rows(list[SamplingRow]):
         self.min_ps = np.array([f.params.min_p for f in filters], np.float64)
         self.noise = np.array([[row.seed for row in self], [row.index for row in self]], np.uint64)
         self.ahead = np.zeros(1, np.uint64)
-        self.look_back = bool(self.banning or self.penalizing)
-        idle = not (self.limited or self.biased or self.banning or self.penalizing or self.narrowing)
+        self.look_back = bool(self.banning or self.penalizing or self.structured)
+        idle = not (self.structured or self.limited or self.biased or self.banning or self.penalizing or self.narrowing)
         self.only_scale = bool(idle and not self.min_ps.any())
         self.want_one_logprob = not any(f.params.logprobs or f.params.logprob_token_ids for f in filters)

@@ -24,7 +24,7 @@ from rollout.sampling.filters import filter_logits, is_filtered, only_scales, to
 from rollout.sampling.rows import Rows, SamplingRow
 
 NOT_FINITE = "the logits hold NaN or infinity: the weights are broken; push sound ones"
-NO_TOKEN_LEFT = "no token is left: allowed_token_ids, bad_words, logit_bias, min_tokens and the like ban them all"
+NO_TOKEN_LEFT = "no token is left: structured_outputs, allowed_token_ids, bad_words, logit_bias and the like ban all"
 NO_LOGPROB = -9999.0  # what the protocol sends for -inf and NaN
 BLOCK = 256  # tokens in one block of the two-level draw; a power of two
 PROMPT_ROWS = 128  # rows of prompt logits that are worked on at once, which bounds the memory it takes
@@ -124,7 +124,7 @@ class Sampler:
             for r, mask in zip(masked, masks, strict=True):
                 outputs[r].sampling_mask = mask
             for r in np.flatnonzero((numbers == 0) | (some == 0)).tolist():
-                end_without_token(outputs[r], NO_TOKEN_LEFT if numbers[r] else NOT_FINITE)
+                end_without_token(outputs[r], (rows[r].grammar_error or NO_TOKEN_LEFT) if numbers[r] else NOT_FINITE)
 
         return Drawn(tokens, rows.look_back, write)
 

@@ -38,6 +38,11 @@ async def admit(
         vocabulary = await require_vocabulary(server, "Stop strings need", param="stop")
     elif params.prompt_logprobs is not None:
         vocabulary = await server.tokenizer.vocabulary()
+    grammar = None
+    if params.structured_outputs is not None:
+        field = body.structure_param
+        known = await require_vocabulary(server, "Structured outputs need", param=field)
+        grammar = await server.grammars.grammar(params.structured_outputs, known.tokenizer, server.model, field)
     bad_words = []
     if params.bad_words:
         bad_words = await asyncio.to_thread(bad_words_token_ids, await server.tokenizer.get(), params.bad_words)
@@ -51,6 +56,8 @@ async def admit(
         cache_salt=body.cache_salt,
         return_sampling_mask=server.config.return_sampling_mask,
         session_id=body.session or headers.get("x-session-id") or None,
+        grammar=grammar,
+        tokenizer=server.config.tokenizer,
     )
     return Generation(server, request, vocabulary, wants_text=wants_text, rank=rank, first_index=first_index)
 

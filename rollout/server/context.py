@@ -17,6 +17,7 @@ from rollout.fleet.fleet import Fleet
 from rollout.messages import EngineReady
 from rollout.server.errors import ApiError
 from rollout.server.metrics import Metrics
+from rollout.server.text.grammars import GrammarChecker
 from rollout.server.text.tokenizer import BackgroundTokenizer
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ class ServerContext:
     engine_config: EngineConfig
     config: ServerConfig
     tokenizer: BackgroundTokenizer
+    grammars: GrammarChecker = field(default_factory=GrammarChecker)
     pause_mode: PauseMode | None = None
     stopping: bool = False
     logged_names: set[str] = field(default_factory=set)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,9 +17,10 @@ from rollout.config import EngineConfig, KVPolicy
 from rollout.engine.engine import Engine
 from rollout.messages import AbortRequests, AddRequest
 from rollout.outputs import FinishReason, TokenOutput
-from rollout.sampling.params import SamplingParams
+from rollout.sampling.grammar import as_grammar
+from rollout.sampling.params import SamplingParams, StructuredOutputsParams
 from rollout.weights.update import Commit
-from tests.support import tiny_models
+from tests.support import schemas, tiny_models
 from tests.support.engine_utils import prompt
 from tests.support.weight_updates import fill
 
@@ -36,7 +38,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.build("llama", tmp_path_factory.mktemp("async") / "model")
+    return schemas.build(tmp_path_factory.mktemp("async") / "model")
 
 
 def pair(folder: Path, **limits: int) -> Pair:
@@ -134,6 +136,10 @@ def scripts(draw: st.DrawFn, *, commits: bool) -> Script:
         words: list[list[int]] = []
         if looks_back and draw(st.booleans()):
             params["frequency_penalty"], params["min_tokens"], words = 0.5, 1, [[7, 8], [9]]
+        grammar = None
+        if looks_back and draw(st.booleans()):
+            asked = params["structured_outputs"] = StructuredOutputsParams(regex="[a-f]{3,9}|0+(1+2)?")
+            grammar = as_grammar(asked)
         name, tokens = f"r{number}", draw(st.sampled_from(prompts))
         start = draw(st.integers(0, 8))
         message = AddRequest(
@@ -142,8 +148,9 @@ def scripts(draw: st.DrawFn, *, commits: bool) -> Script:
             sampling_params=SamplingParams(**params),
             bad_words_token_ids=words,
             return_sampling_mask=draw(st.booleans()),
+            grammar=grammar,
         )
-        script.before[start].append(lambda engine, message=message: engine.add_request(message) or [])
+        script.before[start].append(lambda engine, message=message: add(engine, message))
         if draw(st.integers(0, 3)) == 0:
             when = start + draw(st.integers(0, 6))
             script.aborted.add(name)
@@ -155,6 +162,13 @@ def scripts(draw: st.DrawFn, *, commits: bool) -> Script:
         else:
             script.before[when].append(pause)
     return script
+
+
+def add(engine: Engine, message: AddRequest) -> list[TokenOutput]:
+    engine.add_request(message)
+    while message.grammar is not None and not engine.grammars.compiled:
+        time.sleep(0.001)  # else a request would enter a step sooner or later
+    return []
 
 
 def commit(engine: Engine, policy: KVPolicy) -> list[TokenOutput]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import anthropic
+import jsonschema
 import pytest
 
 from tests.support.server_harness import RunningServer
@@ -136,3 +138,12 @@ def test_keys() -> None:
             pytest.raises(anthropic.AuthenticationError),
         ):
             client.messages.create(**ask)
+
+
+def test_a_message_follows_the_schema_of_its_output_config(client: anthropic.Anthropic) -> None:
+    schema = {"type": "array", "items": {"enum": ["Paris", "Rome"]}, "minItems": 1, "maxItems": 3}
+    format: Any = {"type": "json_schema", "schema": schema}
+    answer = client.messages.create(**{**ASK, "max_tokens": 60}, **GREEDY, output_config={"format": format})
+    (block,) = answer.content
+    jsonschema.validate(json.loads(block.text), schema)
+    assert answer.stop_reason == "end_turn"

@@ -191,7 +191,11 @@ def test_usage_of_a_stream_as_its_options_ask(client: httpx.Client) -> None:
     [
         ({"prompt": "a", "suffix": "b"}, "suffix", "suffix is not supported"),
         ({"prompt": "a", "best_of": 2}, "best_of", "best_of is not supported"),
-        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "response_format"),
+        ({"prompt": "a", "structured_outputs": {"regex": "a" * 99_999}}, "structured_outputs", "got 99999"),
+        ({"prompt": "a", "structured_outputs": {}}, "structured_outputs", "exactly one of json"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format", "this model has none"),
+        ({"prompt": "a", "structured_outputs": {"backend": "x"}}, "body.structured_outputs.backend", "Unexpected"),
+        ({"prompt": "a", "structured_outputs": {"json_object": True}, "ignore_eos": True}, "ignore_eos", "only EOS"),
         ({"prompt": "a", "truncate_prompt_tokens": 1}, "truncate_prompt_tokens", "leave it out"),
         ({"prompt": "a", "kv_transfer_params": {}}, "kv_transfer_params", "not supported"),
         ({"prompt": "a", "stream_options": {}}, "stream_options", "`stream=True`"),

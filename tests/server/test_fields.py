@@ -75,7 +75,7 @@ def test_what_would_change_the_answer_is_refused_by_name(client: httpx.Client, p
 
 def test_within_sampling_params_too(client: httpx.Client) -> None:
     path = "/inference/v1/generate"
-    for name in REFUSED:
+    for name in REFUSED.keys() - {"structured_outputs"}:  # which is served there
         params = {"max_tokens": 2, name: {"no": "harmless value"}}
         status, param, _ = refusal(client.post(path, json={"token_ids": [97], "sampling_params": params}))
         assert (status, param) == (400, f"sampling_params.{name}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -184,3 +187,54 @@ def test_keys() -> None:
                 else:
                     with pytest.raises(openai.AuthenticationError):
                         client.completions.create(model="smol", prompt="a", max_tokens=2)
+
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "people": {"type": "integer", "maximum": 99}},
+    "required": ["city", "people"],
+    "additionalProperties": False,
+}
+
+
+def test_an_answer_follows_the_schema_of_its_response_format(client: openai.OpenAI) -> None:
+    asked = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
+    ask: dict[str, Any] = {**CHAT, "max_tokens": 60, "response_format": asked}
+    answer = client.chat.completions.create(**ask, extra_body={"return_token_ids": True})
+    (choice,) = answer.choices
+    jsonschema.validate(json.loads(choice.message.content or ""), SCHEMA)
+    assert choice.finish_reason == "stop"
+    stream = client.chat.completions.create(**ask, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == choice.message.content
+
+    completion: dict[str, Any] = {"model": "smol", "prompt": "The capital of Italy is", "max_tokens": 40}
+    for structured, form in (
+        ({"regex": "[A-Z][a-z]{2,8}, [0-9]{3}"}, r"[A-Z][a-z]{2,8}, \d{3}"),
+        ({"choice": ["Rome", "Milan or so"]}, "Rome|Milan or so"),
+        ({"grammar": 'start: "<" /[a-z]{3}/ ">"'}, "<[a-z]{3}>"),
+    ):
+        body = {"structured_outputs": structured}
+        made = client.completions.create(**completion, n=3, seed=4, extra_body=body)
+        assert all(re.fullmatch(form, choice.text) for choice in made.choices), made.choices
+
+
+def test_the_tokens_of_a_structured_answer_are_those_of_its_masks(server: RunningServer) -> None:
+    asked = {"structured_outputs": {"regex": "[0-9]{4}"}, "max_tokens": 12, "logprobs": 0, "n": 2, "seed": 1}
+    body = {"token_ids": [1, 2, 3], "sampling_params": asked}
+    answer = httpx.post(f"{server.url}/inference/v1/generate", json=body, timeout=60).json()
+    for choice in answer["choices"]:
+        pairs = [*zip(choice["token_ids"], choice["sampling_mask"], strict=True)]
+        assert all(token in mask for token, mask in pairs)
+        assert (choice["token_ids"][-1], choice["sampling_mask"][-1]) == (2, [2])
+
+
+@pytest.mark.parametrize(
+    ("format", "why"),
+    [({"regex": "(?=a)b"}, "look-around"), ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems")],
+)
+def test_a_structure_that_cannot_be_had_is_refused_by_name(
+    client: openai.OpenAI, format: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=why) as refused:
+        client.chat.completions.create(**CHAT, extra_body={"structured_outputs": format})
+    assert refused.value.param == "structured_outputs"

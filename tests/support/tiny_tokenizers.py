@@ -50,3 +50,40 @@ def _finished(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     tokenizer.add_special_tokens([AddedToken(SPECIAL, special=True)])
     tokenizer.add_tokens([AddedToken(ADDED, special=False)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL)
+
+
+PIECES = [
+    '{"',
+    '":',
+    '",',
+    '"}',
+    "ab",
+    "ba",
+    "aab",
+    "true",
+    "false",
+    "null",
+    "12",
+    "0.",
+    '", "',
+    "]}",
+    "[[",
+    "é",
+    " a",
+    "}}",
+]
+
+
+def of_tiny_models() -> PreTrainedTokenizerFast:
+    """For `tiny_models`: 256 ids, of which 0 and 1 (EOS) are special and 2 to 31 stand for `PIECES`, tab and line feed;
+    every other is the byte of its number."""
+    chars = bytes_to_unicode()
+    texts = [b"\t", b"\n", *(piece.encode() for piece in PIECES)]
+    texts += [bytes([byte]) for byte in range(2, 32) if byte not in b"\t\n"][: 30 - len(texts)]
+    data = dict(enumerate(texts, start=2)) | {byte: bytes([byte]) for byte in range(32, 256)}
+    vocab = {"".join(chars[byte] for byte in text): token_id for token_id, text in data.items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab | {"<s>": 0, "</s>": 1}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")

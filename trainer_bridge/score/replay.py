@@ -41,10 +41,10 @@ def logprobs(
     request's. Differentiable with respect to `logits`; for equal logits equal to the server's in every bit.
 
     What moves logits (logit_bias, penalties, temperature) is applied again, by the engine's own definitions: it is a
-    smooth function of the policy's logits, part of the distribution that was sampled. What drops tokens (allowed ids,
-    min_tokens, bad words, min-p, top-k, top-p) is not: recomputed from new weights it could drop the sampled token and
-    make the ratio 0 or undefined, so the recorded support stands for it and is held constant. A step whose mask is
-    None was not filtered. A greedy step's support is its token: its logprob is 0.
+    smooth function of the policy's logits, part of the distribution that was sampled. What drops tokens (structured
+    outputs, allowed ids, min_tokens, bad words, min-p, top-k, top-p) is not: recomputed from new weights it could drop
+    the sampled token and make the ratio 0 or undefined, so the recorded support stands for it and is held constant. A
+    step whose mask is None was not filtered. A greedy step's support is its token: its logprob is 0.
 
     Memory grows with T, not with its square. Raises ValueError where lengths differ, for a name that no sampling
     parameter has, where a sampled token is outside its mask, and where `sampling_params` drop
@@ -181,6 +181,7 @@ def _dropping(params: SamplingParams, vocab_size: int | None = None) -> list[str
     """Names of the parameters at work that drop tokens at known steps (bad words aside)."""
     dropping = {
         "allowed_token_ids": params.allowed_token_ids is not None,
+        "structured_outputs": params.structured_outputs is not None,
         "min_tokens": params.min_tokens > 0,
         "min_p": params.min_p > 0,
         "top_k": params.top_k > 0 and (vocab_size is None or params.top_k < vocab_size),

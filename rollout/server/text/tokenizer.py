@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from rollout.sampling.grammar import load_tokenizer
 from rollout.sampling.params import ParameterError
 from rollout.server.errors import ApiError
 from rollout.server.text.detokenizer import Vocabulary
@@ -21,16 +22,6 @@ logger = logging.getLogger(__name__)
 _LOAD_TIMEOUT_S = 120.0
 _RETRY_S, _LONGEST_RETRY_S = 1.0, 30.0
 _PASSING = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
-
-
-def load_tokenizer(model: str) -> Any:
-    """transformers' tokenizer of a folder, .gguf file or hub id. Raises whatever transformers does."""
-    from transformers import AutoTokenizer  # imports torch: seconds, and only here
-
-    path = Path(model)
-    if path.suffix == ".gguf":
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    return AutoTokenizer.from_pretrained(model)
 
 
 def _will_pass(error: BaseException | None) -> bool:

@@ -14,12 +14,13 @@ from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.outputs import FinishReason, IdArray, WeightVersionSpan
-from rollout.sampling.params import ParameterError, SamplingParams
+from rollout.sampling.params import ParameterError, SamplingParams, StructuredOutputsParams
 from rollout.server.errors import ApiError
 from rollout.server.wire.answer import Answer, Delta, encode_json
 from rollout.server.wire.body import Body, ChatFields, Each, Message, Prompt, Text
 from rollout.server.wire.logprobs import TextLogprobs, text_logprobs
 from rollout.server.wire.openai import ChatLogprobs, OpenAIRequest, TextWriter
+from rollout.server.wire.structure import OutputConfig, OutputFormat
 
 Role = Literal["user", "assistant", "system"]
 
@@ -60,6 +61,7 @@ class MessagesPrompt(BaseModel):
     messages: Annotated[Each[Turn], Field(min_length=1)]
     system: str | Each[Block] | None = None
     tools: Each[Tool] | None = None
+    output_config: OutputConfig | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -69,13 +71,15 @@ class MessagesPrompt(BaseModel):
         turns = (m for i, turn in enumerate(self.messages) for m in _messages(turn, f"messages.{i}.content"))
         messages = [*system, *turns]
         prefilled = messages[-1].role == "assistant" and bool(messages[-1].content)
+        asked = None if self.output_config is None else self.output_config.effort
+        effort = {} if asked is None else {"reasoning_effort": asked}
         chat = ChatFields(
             messages=messages,
             tools=[_openai_tool(tool) for tool in self.tools or []],
             add_generation_prompt=not prefilled,
             continue_final_message=prefilled,
             chat_template=self.chat_template,
-            chat_template_kwargs=self.chat_template_kwargs,
+            chat_template_kwargs=effort | (self.chat_template_kwargs or {}),
         )
         return [chat]
 
@@ -114,6 +118,9 @@ class MessagesRequest(MessagesPrompt, ChatLogprobs, OpenAIRequest):
         for tool in self.tools or []:
             if tool.input_schema is None:
                 raise ParameterError(f"The tool {tool.name!r} has no input_schema, and this server runs none.", "tools")
+        if self._format is not None and (self.structured_outputs is not None or self.response_format is not None):
+            message = "output_config.format is given beside structured_outputs or response_format: send one of them."
+            raise ParameterError(message, "output_config.format")
         if self.n not in (None, 1):
             raise ParameterError(f"n must be 1 here, got {self.n}: a message is one answer.", "n")
 
@@ -121,7 +128,18 @@ class MessagesRequest(MessagesPrompt, ChatLogprobs, OpenAIRequest):
         """The engine's parameters; `stop_sequences` are its stop strings."""
         params = self._sampling_params(self.max_tokens, self.engine_logprobs)
         params.stop += self.stop_sequences or []
+        if self._format is not None:
+            params.structured_outputs = StructuredOutputsParams(json=self._format.schema_)
         return params
+
+    @property
+    def _format(self) -> OutputFormat | None:
+        return None if self.output_config is None else self.output_config.format
+
+    @property
+    def structure_param(self) -> str:
+        """The field that asks for structured outputs."""
+        return super().structure_param if self._format is None else "output_config.format"
 
 
 def _openai_tool(tool: Tool) -> dict[str, Any]:

@@ -152,6 +152,11 @@ class GenerationBody(Body):
         return self.last_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
+    def structure_param(self) -> str:
+        """The field that asks for structured outputs."""
+        return "structured_outputs"
+
+    @property
     def wants_text(self) -> bool:
         """Whether the answer has text."""
         return True

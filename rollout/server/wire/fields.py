@@ -20,7 +20,7 @@ class Refusal(NamedTuple):
     harmless: tuple[Any, ...] = ()
 
 
-_GRAMMAR = "no grammar constrains what is sampled"
+_GRAMMAR = "send structured_outputs"
 _LORA = "no adapter is served"
 _PROCESSOR = "no code of a client's runs in the sampler"
 _TRANSFER = "this server runs a model whole, and transfers no cache"
@@ -47,6 +47,7 @@ REFUSED: dict[str, Refusal] = {
     "guided_grammar": Refusal(_GRAMMAR),
     "guided_json": Refusal(_GRAMMAR),
     "guided_regex": Refusal(_GRAMMAR),
+    "guided_whitespace_pattern": Refusal(_GRAMMAR),
     "include_reasoning": Refusal("reasoning is left in the text", (True,)),
     "json_schema": Refusal(_GRAMMAR),
     "kv_transfer_params": Refusal(_TRANSFER),
@@ -57,7 +58,7 @@ REFUSED: dict[str, Refusal] = {
     "media_io_kwargs": Refusal(_MEDIA, ({},)),
     "mm_processor_kwargs": Refusal(_MEDIA, ({},)),
     "modalities": Refusal(_MEDIA, (["text"],)),
-    "output_config": Refusal(_GRAMMAR, ({},)),
+    "output_config": Refusal("send response_format, or structured_outputs", ({},)),
     "parallel_tool_calls": Refusal(_TOOLS, (True,)),
     "prompt_embeds": Refusal("a prompt is a text or token ids"),
     "prompt_logprob_start": Refusal("send prompt_logprobs, which begin with the prompt"),
@@ -68,7 +69,7 @@ REFUSED: dict[str, Refusal] = {
     "return_hidden_states": Refusal("hidden states don't leave the engine", (False,)),
     "stop_regex": Refusal("stop strings are plain: send stop"),
     "structural_tag": Refusal(_GRAMMAR),
-    "structured_outputs": Refusal(_GRAMMAR),
+    "structured_outputs": Refusal("send it within sampling_params"),
     "suffix": Refusal("models are asked to continue, not to fill in", ("",)),
     "thinking": Refusal(
         "how much a model thinks is its template's: send chat_template_kwargs", ({"type": "adaptive"},)
@@ -90,8 +91,7 @@ NO_EFFECT: dict[str, str] = {
     "betas": _CALLER,
     "early_stopping": "of beam search, which is refused",
     "flat_logprobs": _ELSEWHERE,
-    "guided_decoding_backend": "of grammars, which are refused",
-    "guided_whitespace_pattern": "of grammars, which are refused",
+    "guided_decoding_backend": "of grammars, which have one library here",
     "inference_geo": _CALLER,
     "length_penalty": "of beam search, which is refused",
     "metadata": _CALLER,
@@ -102,8 +102,8 @@ NO_EFFECT: dict[str, str] = {
     "prediction": "makes other servers faster",
     "prompt_cache_key": "prefixes are found by themselves",
     "prompt_cache_retention": "prefixes are kept as long as there is room",
-    "reasoning_ended": "of grammars, which are refused",
-    "reasoning_parser_kwargs": "of grammars, which are refused",
+    "reasoning_ended": "of grammars, which hold from the first token here",
+    "reasoning_parser_kwargs": "of grammars, which hold from the first token here",
     "return_mm_kwargs": _MEDIA_FORM,
     "safety_identifier": _CALLER,
     "service_tier": "there is one tier",

@@ -19,6 +19,7 @@ from rollout.outputs import FinishReason, IdArray, WeightVersionSpan
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.wire.answer import Answer, Delta, Writer
 from rollout.server.wire.body import Each, GenerationBody, Text
+from rollout.server.wire.structure import ResponseFormat
 from rollout.version import __version__
 
 FINGERPRINT = f"rollout-{__version__}"
@@ -36,6 +37,7 @@ class OpenAIRequest(_Shared):  # type: ignore[misc]  # the base is made from Sam
 
     stop: Text | Each[Text] | None = None
     bad_words: Each[Text] | None = None
+    response_format: ResponseFormat | None = None
     return_weight_versions: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_offsets: bool | None = None
@@ -43,6 +45,9 @@ class OpenAIRequest(_Shared):  # type: ignore[misc]  # the base is made from Sam
     def check(self) -> None:
         """Raise ParameterError, naming the field, for what isn't served and for fields that don't go together."""
         super().check()
+        if self.response_format is not None and self.structured_outputs is not None:
+            message = "response_format and structured_outputs ask for the same thing: send one of them."
+            raise ParameterError(message, "response_format")
         if self.stream_options is not None and not self.stream:
             raise ParameterError("Stream options can only be defined when `stream=True`.", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
@@ -51,7 +56,15 @@ class OpenAIRequest(_Shared):  # type: ignore[misc]  # the base is made from Sam
     def _sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         given = {name: value for name in _TYPES if (value := getattr(self, name)) is not None}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return SamplingParams(**given, stop=stop, max_tokens=max_tokens, logprobs=logprobs)
+        params = SamplingParams(**given, stop=stop, max_tokens=max_tokens, logprobs=logprobs)
+        if self.response_format is not None:
+            params.structured_outputs = self.response_format.structured_outputs()
+        return params
+
+    @property
+    def structure_param(self) -> str:
+        """The field that asks for structured outputs."""
+        return "structured_outputs" if self.response_format is None else "response_format"
 
 
 class ChatLogprobs(BaseModel):
