@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,8 @@ def machine() -> dict[str, Any]:
 def save(path: Path | None, figures: dict[str, Any]) -> None:
     """Write the figures as JSON, with the machine; dataclasses as their fields. Nothing for a path of None."""
     if path is not None:
-        text = json.dumps({"machine": machine(), **figures}, indent=1, default=_fields)
+        text = json.dumps({"machine": machine(), **figures}, indent=1, default=vars)
         path.write_text(text + "\n")
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def spread(value: Spread | None, scale: float = 1.0, digits: int = 1) -> str:

@@ -49,20 +49,20 @@ class StepRoof:
         return self.rows / self.roof
 
 
-def best_seconds(function: Callable[[], object], repeats: int = REPEATS) -> float:
+def best_seconds(function: Callable[[], object]) -> float:
     """The shortest of some runs, after one that warms up."""
     function()
-    return min(timeit.repeat(function, number=1, repeat=repeats))
+    return min(timeit.repeat(function, number=1, repeat=REPEATS))
 
 
 @torch.inference_mode()
-def machine(dtype: torch.dtype, read_bytes: int = READ_BYTES, square: int = SQUARE) -> Machine:
+def machine(dtype: torch.dtype) -> Machine:
     """Measure this machine's CPU with torch's current number of threads."""
-    memory = torch.ones(read_bytes // 4)
+    memory = torch.ones(READ_BYTES // 4)
     read = best_seconds(memory.sum)
-    left, right = (torch.ones(square, square, dtype=dtype) for _ in range(2))
+    left, right = (torch.ones(SQUARE, SQUARE, dtype=dtype) for _ in range(2))
     product = best_seconds(lambda: F.linear(left, right))
-    return Machine(torch.get_num_threads(), read_bytes / read, 2 * square**3 / product)
+    return Machine(torch.get_num_threads(), READ_BYTES / read, 2 * SQUARE**3 / product)
 
 
 @torch.inference_mode()

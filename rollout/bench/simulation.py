@@ -133,7 +133,8 @@ class Loop:
         """Its length, and the group that it belongs to; None where it must wait for a push."""
         group = self._filling
         if group is None:
-            allowed = self.fleet.most_begun // self.fleet.n + self.version * self._groups_a_push + self._too_old
+            pushed = self.version * self.fleet.push_every * self.fleet.prompts_per_step
+            allowed = self.fleet.most_begun // self.fleet.n + pushed + self._too_old
             if self._begun >= allowed:
                 return None
             self._begun += 1
@@ -144,10 +145,6 @@ class Loop:
             self._filling = None
         length = math.exp(self.rng.gauss(*self._length)) if self.fleet.tokens_cv else self.fleet.mean_tokens
         return length, group
-
-    @property
-    def _groups_a_push(self) -> int:
-        return self.fleet.push_every * self.fleet.prompts_per_step
 
     def _end(self) -> None:
         """The answer that ends first does."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from types import TracebackType
 from typing import Protocol
 
 from rollout.fleet.errors import EngineError
@@ -109,7 +108,5 @@ class RequestStream:
     def __enter__(self) -> RequestStream:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.client.close_stream(self)

@@ -9,9 +9,6 @@ Sources: Gale, Narayanan, Young and Zaharia, "MegaBlocks: Efficient Sparse Train
 Compiler for Tiled Neural Network Computations", 2019, and its tutorials (the order of tiles).
 """
 
-# Triton's compiler reads the kernels' annotations, so they bear none but constexpr.
-# mypy: disallow-untyped-defs=False
-
 from __future__ import annotations
 
 from dataclasses import dataclass

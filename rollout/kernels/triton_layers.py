@@ -4,9 +4,6 @@ Every intermediate result is rounded to the model's dtype where transformers' co
 in float32 by one program a row, in an order that depends on the row's width alone.
 """
 
-# Triton's compiler reads the kernels' annotations, so they bear none but constexpr.
-# mypy: disallow-untyped-defs=False
-
 from __future__ import annotations
 
 import torch

@@ -5,9 +5,6 @@ each over weights that were rounded to integers, so that no sum depends on an or
 device's own.
 """
 
-# Triton's compiler reads the kernels' annotations, so they bear none but constexpr.
-# mypy: disallow-untyped-defs=False
-
 from __future__ import annotations
 
 import torch

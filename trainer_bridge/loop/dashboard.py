@@ -12,6 +12,7 @@ from typing import Any
 STEP = "trainer/step"
 SAMPLES = "samples/rollouts"
 LAGS = "staleness/lags"
+COLUMNS = 5
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,7 @@ def _whole_lines(path: Path) -> Iterable[dict[str, Any]]:
             return
 
 
-def plot(
-    steps: Sequence[Mapping[str, Any]], path: Path, panels: Sequence[Panel] = sum(LAYOUT.values(), ()), columns: int = 5
-) -> None:
+def plot(steps: Sequence[Mapping[str, Any]], path: Path, panels: Sequence[Panel] = sum(LAYOUT.values(), ())) -> None:
     """The panels as one PNG; a metric that a step lacks leaves a hole in its line. Panels without any are left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -91,9 +90,9 @@ def plot(
 
     known = {name for step in steps for name in step}  # histograms and tables are not among the numbers
     shown = [panel for panel in panels if known & set(panel.metrics)]
-    rows = max(1, math.ceil(len(shown) / columns))
-    figure = Figure(figsize=(4 * min(columns, len(shown) or 1), 3.2 * rows), layout="constrained")
-    grid = figure.subplots(rows, min(columns, len(shown) or 1), squeeze=False).flatten()
+    rows, columns = max(1, math.ceil(len(shown) / COLUMNS)), min(COLUMNS, len(shown) or 1)
+    figure = Figure(figsize=(4 * columns, 3.2 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flatten()
     for axes in grid[len(shown) :]:
         axes.set_axis_off()
     for axes, panel in zip(grid, shown, strict=False):

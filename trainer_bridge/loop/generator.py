@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.sampling.params import check_names
-from trainer_bridge.client import AsyncRolloutClient, Choice, Generation, RolloutClient, RolloutError
+from trainer_bridge.client import AsyncRolloutClient, Choice, RolloutClient, RolloutError
 from trainer_bridge.rollouts import Prompt
 from trainer_bridge.wire import Patience
 
@@ -137,7 +137,10 @@ class GroupGenerator:
             answers = [_Answer() for _ in range(self._group_size)]
             try:
                 async for event in client.stream(prompt.token_ids, params, n=self._group_size):
-                    self._receive(event, answers)
+                    now = time.monotonic()
+                    for piece in event.choices:
+                        gap = answers[piece.index].add(piece, now)
+                        self.stats.longest_token_gap_s = max(self.stats.longest_token_gap_s, gap)
             except RolloutError as error:
                 pause = patience.pause_s(error)
                 logger.warning("%s; sent again in %.1f s", error, pause)
@@ -156,12 +159,6 @@ class GroupGenerator:
             self.stats.dropped_groups += 1
             self._on_retry()
             await asyncio.sleep(_TURN_S)
-
-    def _receive(self, event: Generation, answers: list[_Answer]) -> None:
-        now = time.monotonic()
-        for piece in event.choices:
-            gap = answers[piece.index].add(piece, now)
-            self.stats.longest_token_gap_s = max(self.stats.longest_token_gap_s, gap)
 
 
 @dataclass

@@ -13,9 +13,6 @@ by log-sum-exp); Kwon et al., "Efficient Memory Management for Large Language Mo
 Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023, in gpt-oss's form (a logit, no value).
 """
 
-# Triton's compiler reads the kernels' annotations, so they bear none but constexpr.
-# mypy: disallow-untyped-defs=False
-
 from __future__ import annotations
 
 from dataclasses import dataclass
