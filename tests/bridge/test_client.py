@@ -189,7 +189,7 @@ def test_the_client_imports_nothing_of_the_server() -> None:
     code = "import trainer_bridge.client, sys; print(*(m for m in sys.modules if m.split('.')[0] in {names}))"
     code = code.replace("{names}", "('rollout', 'torch', 'numpy', 'transformers')")
     result = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
-    assert set(result.stdout.split()) == {"rollout", "rollout.sampling", "rollout.sampling.params"}
+    assert set(result.stdout.split()) == {"rollout", "rollout.sampling", "rollout.sampling.params", "rollout.version"}
 
 
 @CLIENTS
