@@ -50,7 +50,7 @@ def test_served(values: dict[str, Any]) -> None:
         ({"repetition_penalty": 0.0}, "repetition_penalty", "0.0"),
         ({"repetition_penalty": math.inf}, "repetition_penalty", "inf"),
         ({"seed": MAX_SEED + 1}, "seed", "2^63"),
-        ({"seed": -1}, "seed", "-1"),
+        ({"seed": -2}, "seed", "-1"),
         ({"n": 0}, None, "n must be at least 1, got 0."),
         ({"n": 3, "temperature": 0}, None, "n must be 1 when using greedy sampling, got 3."),
         ({"n": 9}, "n", "max_num_seqs (8)"),

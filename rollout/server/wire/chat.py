@@ -50,9 +50,9 @@ class ChatCompletionRequest(ChatLogprobs, OpenAIRequest, ChatFields):
     @property
     def echoed(self) -> str:
         """What the answer begins with: with `echo` the text of the last message, where that is the assistant's."""
-        last = self.messages[-1]
-        if not self.echo or last.role != "assistant":
+        if not self.echo or self.messages[-1].role != "assistant":
             return ""
+        last = self.messages[-1]
         parts = last.content if isinstance(last.content, list) else [last.content or ""]
         return "\n".join(part if isinstance(part, str) else part.text or "" for part in parts)
 
