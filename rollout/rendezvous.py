@@ -57,17 +57,31 @@ def host_store(host: str, world_size: int, timeout_s: float) -> dist.TCPStore:
     )
 
 
-def gloo_group(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> Any:
-    """A ProcessGroupGloo. Blocks until all ranks have come."""
-    return dist.ProcessGroupGloo(dist.PrefixStore(_PREFIX, store), rank, world_size, timedelta(seconds=timeout_s))
+def _keys(store: dist.Store, name: str | None, device_type: str) -> dist.Store:
+    """Where a group has its keys in the store.
+
+    One with a name has them where torch's `_new_process_group_helper` puts them under a `PrefixStore(name, store)`:
+    SGLang's `init_custom_process_group` and its trainers' copies of it make their groups so.
+    """
+    if name is None:
+        return dist.PrefixStore(_PREFIX, store)
+    return dist.PrefixStore(f"{device_type}/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
 
 
-def nccl_group(store: dist.Store, rank: int, world_size: int, device: torch.device, timeout_s: float) -> Any:
+def gloo_group(store: dist.Store, rank: int, world_size: int, timeout_s: float, name: str | None = None) -> Any:
+    """A ProcessGroupGloo, with a name one of SGLang's. Blocks until all ranks have come."""
+    return dist.ProcessGroupGloo(_keys(store, name, "cpu"), rank, world_size, timedelta(seconds=timeout_s))
+
+
+def nccl_group(
+    store: dist.Store, rank: int, world_size: int, device: torch.device, timeout_s: float, name: str | None = None
+) -> Any:
     """A ProcessGroupNCCL whose lost peer is an error of the call that waits for it, and of nothing else.
 
     With blocking waits, torch starts neither the watchdog nor the heartbeat monitor, which end the process when a peer
     is lost. (The switch is an environment variable that the constructor reads.) The communicator is made at once, so
-    that what keeps it from working shows here. It takes few of the device's processors: a broadcast that waits for the
+    that what keeps it from working shows here; but for SGLang's groups, which have a name: their other ranks make it
+    with the first broadcast. It takes few of the device's processors: a broadcast that waits for the
     trainer must not keep the decoder off them. Blocks until all ranks have come; nothing can wake it.
     """
     options = dist.ProcessGroupNCCL.Options()
@@ -77,14 +91,15 @@ def nccl_group(store: dist.Store, rank: int, world_size: int, device: torch.devi
         before = os.environ.get(_BLOCKING_WAIT)
         os.environ[_BLOCKING_WAIT] = "1"
         try:
-            group = dist.ProcessGroupNCCL(dist.PrefixStore(_PREFIX, store), rank, world_size, options)
+            group = dist.ProcessGroupNCCL(_keys(store, name, "cuda"), rank, world_size, options)
         finally:
             if before is None:
                 del os.environ[_BLOCKING_WAIT]
             else:
                 os.environ[_BLOCKING_WAIT] = before
     index = torch.cuda.current_device() if device.index is None else device.index
-    group.eager_connect_single_device(torch.device("cuda", index))
+    if name is None:
+        group.eager_connect_single_device(torch.device("cuda", index))
     return group
 
 

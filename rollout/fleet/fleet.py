@@ -144,6 +144,11 @@ class Fleet:
         return sum(client.info.world_size for client in self.living)
 
     @property
+    def weight_version(self) -> str:
+        """The label that serves, as far as the engines have said."""
+        return max((client.state for client in self.ranks), key=lambda state: state.epoch).version
+
+    @property
     def error(self) -> EngineError | None:
         return None if self.living else self.ranks[0].error
 

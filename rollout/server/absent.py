@@ -14,7 +14,6 @@ ABSENT: dict[str, str] = {
     "/classify": _POOLING,
     "/cohere/v2/chat": _CHAT,
     "/cohere/v2/chat/render": "use /v1/chat/completions/render",
-    "/collective_rpc": "no code of a client's runs in an engine: the weight calls have paths of their own",
     "/fault_tolerance/apply": _RESTARTS,
     "/fault_tolerance/status": _RESTARTS,
     "/generative_scoring": _SCORE,

@@ -27,11 +27,14 @@ async def admit(
     Raises ApiError or ParameterError, naming the field.
     """
     check_cache_salt(body.cache_salt)
-    rank = data_parallel_rank(server, headers)
+    rank = data_parallel_rank(server, headers, body.wanted_rank)
     check_prompt(server.model, token_ids)
     params = body.to_sampling_params()
     resolve_params(server.model, server.engine_config, params, len(token_ids))
     vocabulary, wants_text = None, body.wants_text
+    if wants_text and body.text_optional:
+        vocabulary = await server.tokenizer.vocabulary()
+        wants_text = vocabulary is not None
     if wants_text:
         vocabulary = await require_vocabulary(server, body.text_needs, param=body.text_param)
     elif params.stop:
@@ -48,13 +51,13 @@ async def admit(
         bad_words = await asyncio.to_thread(bad_words_token_ids, await server.tokenizer.get(), params.bad_words)
     check_satisfiable(params, bad_words, server.model)
     request = AddRequest(
-        request_id=make_request_id(headers, body),
+        request_id=make_request_id(headers, body, first_index),
         prompt_token_ids=token_ids,
         sampling_params=params,
         bad_words_token_ids=bad_words,
         priority=body.priority,
         cache_salt=body.cache_salt,
-        return_sampling_mask=server.config.return_sampling_mask,
+        return_sampling_mask=server.config.return_sampling_mask or body.wants_sampling_mask,
         session_id=body.session or headers.get("x-session-id") or None,
         grammar=grammar,
         tokenizer=server.config.tokenizer,
@@ -62,9 +65,9 @@ async def admit(
     return Generation(server, request, vocabulary, wants_text=wants_text, rank=rank, first_index=first_index)
 
 
-def make_request_id(headers: Headers, body: GenerationBody) -> str:
+def make_request_id(headers: Headers, body: GenerationBody, first_index: int = 0) -> str:
     """The id that a client reads, and may abort by: its own, behind what kind of request it is, or a random one."""
-    return f"{body.id_prefix}{headers.get('x-request-id') or body.request_id or uuid.uuid4().hex[:16]}"
+    return f"{body.id_prefix}{headers.get('x-request-id') or body.own_id(first_index) or uuid.uuid4().hex[:16]}"
 
 
 def check_cache_salt(cache_salt: str | None) -> None:
@@ -74,15 +77,18 @@ def check_cache_salt(cache_salt: str | None) -> None:
         raise ApiError(400, message, param="cache_salt")
 
 
-def data_parallel_rank(server: ServerContext, headers: Headers) -> int | None:
-    """The rank that a client pins its request to; a header that is no integer counts as absent.
+def data_parallel_rank(server: ServerContext, headers: Headers, wanted: int | None = None) -> int | None:
+    """The rank that a client pins its request to, by its header, else as `wanted`; a header that is no integer counts
+    as absent.
 
     Raises a 400 for a rank that isn't there.
     """
     try:
         rank = int(headers["x-data-parallel-rank"])
     except (KeyError, ValueError):
-        return None
+        if wanted is None:
+            return None
+        rank = wanted
     size = len(server.engine.ranks)
     if not 0 <= rank < size:
         raise ApiError(400, f"data_parallel_rank {rank} is out of range [0, {size}).")

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.fleet import Fleet
-from rollout.server.api import control, generate, render, sleep, tokenize, weights
+from rollout.server.api import control, generate, render, sglang, skyrl, sleep, tokenize, weights
 from rollout.server.auth import PROBES, BearerAuth, SiteGuard, api_keys, is_loopback
 from rollout.server.context import ServerContext
 from rollout.server.errors import install_error_handlers
@@ -30,13 +30,16 @@ def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig)
     engine.max_queued = config.max_queued_requests
     app.include_router(control.router)
     app.include_router(weights.router)
+    app.include_router(sglang.router)
+    app.include_router(skyrl.router)
     app.include_router(generate.router)
     app.include_router(tokenize.router)
     for router in (generate.scale_out_router, render.router):
         off = generate.disabled(router, "Scale-out endpoints", "--enable-scale-out")
         app.include_router(router if server.scale_out else off)
-    off = generate.disabled(sleep.router, "The endpoints of sleep", "--enable-sleep-mode")
-    app.include_router(sleep.router if engine_config.enable_sleep_mode else off)
+    for router in (sleep.router, sglang.memory_router):
+        off = generate.disabled(router, "The endpoints of sleep", "--enable-sleep-mode")
+        app.include_router(router if engine_config.enable_sleep_mode else off)
     install_error_handlers(app)
     install_openapi(app)
     open_paths = PROBES | ({"/abort_requests"} if config.tokens_only else set())

@@ -74,6 +74,11 @@ class ServerContext:
             raise ApiError(503, reason, headers={"Retry-After": "1"})
         self.engine.check_room(choices)
 
+    def abort_for_update(self) -> None:
+        """End all that runs, as SGLang's weight calls may ask, unless this server is told to let it go on."""
+        if self.config.pause_generation_aborts:
+            self.engine.abort(None)
+
     def ignored_header(self, names: Sequence[str]) -> dict[str, str]:
         """The header that names fields of a body that this server doesn't know; each name is logged once, too."""
         if not names:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import io
 from array import array
 from collections.abc import Iterable
 from itertools import groupby
@@ -38,16 +36,9 @@ def weight_versions(stamps: Iterable[Stamp]) -> list[WeightVersionSpan]:
     return spans
 
 
-def routed_experts_npy(rows: bytes, shape: RoutingShape) -> str:
-    """Base64 of an `.npy` file: (tokens, layers, experts per token), uint8 or uint16, from the rows of TokenOutputs.
-
-    Joined in order, the rows of a choice's first n tokens make the array of prompt + n - 1 tokens, less those that the
-    request left out (`routed_experts_prompt_start`).
-    """
-    experts = np.frombuffer(rows, shape.dtype).reshape(-1, shape.num_layers, shape.num_experts_per_tok)
-    file = io.BytesIO()
-    np.save(file, experts, allow_pickle=False)
-    return base64.b64encode(file.getvalue()).decode()
+def routed_experts(rows: bytes, shape: RoutingShape) -> np.ndarray:
+    """The rows of TokenOutputs, joined in order, as an array: (tokens, layers, experts per token), uint8 or uint16."""
+    return np.frombuffer(rows, shape.dtype).reshape(-1, shape.num_layers, shape.num_experts_per_tok)
 
 
 def _row_bytes(shape: RoutingShape | None) -> int:
@@ -121,7 +112,7 @@ class ChoiceReader:
         if any(self._masks):  # a mask is never empty
             delta.sampling_mask = self._masks
         if self._routed and self._routing is not None:
-            delta.routed_experts = routed_experts_npy(b"".join(self._routed), self._routing)
+            delta.routed_experts = routed_experts(b"".join(self._routed), self._routing)
         if self.ended:
             delta.weight_versions = weight_versions(self._stamps)
         self._begin()
@@ -149,6 +140,7 @@ class Generation(Answer):
     ) -> None:
         prompt = request.prompt_token_ids
         super().__init__(request.request_id, server.model_name, prompt, vocabulary, prompt_tokens=len(prompt))
+        self.weight_version = server.engine.weight_version
         self.n = request.sampling_params.n
         self._server, self._request, self._rank = server, request, rank
         self._wants_text, self.first_index = wants_text, first_index
@@ -213,7 +205,9 @@ class Generation(Answer):
                 self.prompt_logprobs = output.prompt_logprobs
             choice = touched[output.index] = self._choices[output.index]
             if not choice.ended:
-                self.completion_tokens += output.token_id is not None
+                if output.token_id is not None:
+                    self.completion_tokens += 1
+                    self.weight_version = output.version
                 if choice.add(output):
                     self._stream.end_choice(output.index)
         return list(touched.values())

@@ -48,6 +48,7 @@ class InitInfo(msgspec.Struct):
     """`init_info` of /init_weight_transfer_engine; sizes in bytes, times in seconds.
 
     `device_uuid` is the trainer's device; `ipc_handle`, of backend ipc, is memory there for the engine to try.
+    `group_name`: the group is one of SGLang's, of this name.
     """
 
     master_address: str | None = None
@@ -62,6 +63,7 @@ class InitInfo(msgspec.Struct):
     ipc_handle: IpcHandle | None = None
     timeout_s: float | None = None
     nccl_unique_id_b64: str | None = None
+    group_name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
     force: bool = False
 
 
@@ -127,11 +129,13 @@ class StartBody(OwnedBody):
 class UpdateBody(OwnedBody):
     """/update_weights: the next tensors of an open update, or (`weight_dir`) a whole update in one call.
 
-    That call commits, unless `prepare` leaves it to a finish.
+    That call commits, unless `prepare` leaves it to a finish; `weight_version` and `kv_policy` are that update's.
     """
 
     update_info: Announcement | None = None
     weight_dir: str | None = None
+    weight_version: Label | None = None
+    kv_policy: KVPolicy | None = None
     prepare: bool = False
     handed_out: bool = False
 

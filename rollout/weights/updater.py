@@ -189,8 +189,9 @@ class WeightUpdater:
             self._spoil(error, params.get("owner"))
             raise
         if body.weight_dir is not None:
-            start = StartBody(update_id=body.update_id, handed_out=body.handed_out)
+            start = StartBody(update_id=body.update_id, handed_out=body.handed_out, kv_policy=body.kv_policy)
             update = self._open_single_call(start, DiskTransport(self._timeout_s))
+            update.label = body.weight_version
             info = Announcement(path=body.weight_dir)
         else:
             assert body.update_info is not None

@@ -22,7 +22,8 @@ from rollout.fleet.connection import run_engine
 from rollout.messages import AddRequest
 from rollout.model.routed_experts import find_routers
 from rollout.outputs import RoutingShape, TokenOutput
-from rollout.server.generation import routed_experts_npy
+from rollout.server.generation import routed_experts
+from rollout.server.wire.answer import npy
 from tests.support import text_server, tiny_models
 from tests.support.engine_utils import Outputs, engine, ids, prompt, request, run
 from tests.support.server_harness import running_server
@@ -61,7 +62,7 @@ def reported(engine: Engine, outputs: Iterable[TokenOutput]) -> np.ndarray:
     """The rows of a choice as a client reads them."""
     assert engine.runner.routing is not None
     rows = b"".join(output.routed_experts or b"" for output in outputs)
-    return np.load(io.BytesIO(base64.b64decode(routed_experts_npy(rows, engine.runner.routing.shape))))
+    return np.load(io.BytesIO(base64.b64decode(npy(routed_experts(rows, engine.runner.routing.shape)))))
 
 
 def assert_routed(engine: Engine, model: PreTrainedModel, requests: Iterable[AddRequest], outputs: Outputs) -> None:
@@ -176,7 +177,7 @@ def test_routers_are_found_by_layer(tiny: Tiny) -> None:
 
 def test_more_than_256_experts_take_two_bytes() -> None:
     rows = np.arange(12, dtype=np.uint16) * 30
-    text = routed_experts_npy(rows.tobytes(), RoutingShape(2, 3, "uint16"))
+    text = npy(routed_experts(rows.tobytes(), RoutingShape(2, 3, "uint16")))
     assert np.load(io.BytesIO(base64.b64decode(text))).tolist() == rows.reshape(2, 2, 3).tolist()
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Depends, Request, Response
 
 from rollout.fleet.errors import EngineError
-from rollout.server.context import PauseMode, ServerDep
+from rollout.server.context import PauseMode, ServerContext, ServerDep
 from rollout.server.errors import ApiError
 from rollout.server.limits import require_json
 from rollout.version import __version__
@@ -88,17 +88,40 @@ async def models(server: ServerDep) -> dict[str, Any]:
     return {"object": "list", "data": [model]}
 
 
+def sglang_info(server: ServerContext) -> dict[str, Any]:
+    """The part of SGLang's server arguments that its trainers and its router read. `num_gpus`: the ranks that all
+    engines take in a trainer's group."""
+    return {
+        "model_path": server.engine_config.model,
+        "served_model_name": server.model_name,
+        "dtype": server.model.dtype,
+        "tp_size": server.engine_config.tensor_parallel_size,
+        "pp_size": 1,
+        "ep_size": 1,
+        "dp_size": len(server.engine.ranks),
+        "num_gpus": server.engine.world_size,
+        "disaggregation_mode": "null",
+        "encoder_only": False,
+        "enable_memory_saver": server.engine_config.enable_sleep_mode,
+        "enable_return_routed_experts": server.engine_config.enable_return_routed_experts,
+        "max_total_num_tokens": server.model.num_blocks * server.model.block_size,
+        "version": __version__,
+    }
+
+
+@router.get("/get_server_info", include_in_schema=False)
 @router.get("/server_info")
 async def server_info(server: ServerDep) -> dict[str, Any]:
-    """The part of vLLM's configuration that trainers read (TRL asks for it with `config_format=json`)."""
+    """What trainers read of vLLM's configuration (TRL asks for it with `config_format=json`), and of SGLang's."""
     info, mode = server.model, server.engine_config.logprobs_mode
     return {
+        **sglang_info(server),
         "vllm_config": {
             "model_config": {"dtype": f"torch.{info.dtype}", "logprobs_mode": mode},
             "lora_config": None,
             "parallel_config": {"data_parallel_size": len(server.engine.ranks)},
             "weight_transfer_config": {"backend": "nccl" if info.device.startswith("cuda") else "gloo"},
-        }
+        },
     }
 
 
@@ -109,15 +132,20 @@ async def pause(server: ServerDep, mode: PauseMode = "abort") -> dict[str, str]:
     New requests are refused in the first two modes, queued in the third. A wait that takes too long is a 503, and the
     pause stands.
     """
+    await pause_engines(server, mode, new_requests=mode)
+    return {"status": "paused"}
+
+
+async def pause_engines(server: ServerContext, mode: PauseMode, *, new_requests: PauseMode) -> None:
+    """Pause what runs in one mode, and treat what comes meanwhile as another mode says."""
     # Set first: what is sent after the call would not be covered by it.
-    before, server.pause_mode = server.pause_mode, mode
+    before, server.pause_mode = server.pause_mode, new_requests
     try:
         await server.engine.call("pause", {"mode": mode}, timeout_s=server.engine_config.weight_update_timeout_s)
     except EngineError as error:
         if error.status < 500:  # refused, so nothing has changed
             server.pause_mode = before
         raise
-    return {"status": "paused"}
 
 
 @router.post("/resume")

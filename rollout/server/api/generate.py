@@ -19,6 +19,7 @@ from rollout.server.wire.answer import B, Writer
 from rollout.server.wire.anthropic import MessagesRequest, MessagesWriter
 from rollout.server.wire.chat import ChatCompletionRequest, ChatWriter
 from rollout.server.wire.completions import CompletionRequest, CompletionWriter
+from rollout.server.wire.sglang import SGLangRequest, SGLangWriter
 from rollout.server.wire.tokens import GenerateRequest, GenerateWriter
 
 router = APIRouter(route_class=BoundedRoute)
@@ -49,6 +50,19 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     return await _answer(MessagesWriter, body, request)
 
 
+@router.put("/generate", include_in_schema=False)
+@router.post("/generate")
+async def sglang_generate(body: SGLangRequest, request: Request, server: ServerDep) -> Response:
+    """SGLang's: continue token ids or texts; server-sent events with `stream`, each of which repeats what came before.
+
+    Choice i·n + j is the j-th of prompt i.
+    """
+    if body.return_routed_experts and server.model.routing is None:
+        message = "return_routed_experts needs a mixture of experts served with --enable-return-routed-experts."
+        raise ApiError(400, message, param="return_routed_experts")
+    return await _answer(SGLangWriter, body, request)
+
+
 async def _answer(dialect: type[Writer[B]], body: B, request: Request) -> Response:
     """Parsed, prepared, answered. Raises ApiError, ParameterError or EngineError."""
     server: ServerContext = request.app.state.server
@@ -65,8 +79,7 @@ async def _answer(dialect: type[Writer[B]], body: B, request: Request) -> Respon
         generation.prompt_text = encoded.text
         generations.append(generation)
     response = await respond(request, server, dialect(body, server.config, generations), generations)
-    if body.model_extra:
-        response.headers.update(server.ignored_header(body.ignored))
+    response.headers.update(server.ignored_header(body.ignored))
     return response
 
 

@@ -22,7 +22,8 @@ Endpoint = Callable[[ServerContext, dict[str, Any] | None], Awaitable[dict[str, 
 _WHOLE_UPDATE_S = 6 * 3600.0
 
 
-async def _call(server: ServerContext, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+async def call(server: ServerContext, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The engines' answer to a weight call. Raises EngineError, and counts it."""
     try:
         return await server.engine.call(method, params, timeout_s=_WHOLE_UPDATE_S)
     except EngineError as error:
@@ -32,7 +33,7 @@ async def _call(server: ServerContext, method: str, params: dict[str, Any] | Non
 
 def _endpoint(method: str) -> Endpoint:
     async def endpoint(server: ServerDep, body: Annotated[dict[str, Any] | None, Body()] = None) -> dict[str, Any]:
-        return await _call(server, method, body)
+        return await call(server, method, body)
 
     return endpoint
 
@@ -45,9 +46,15 @@ for _method, _description in WEIGHT_CALLS.items():
 
 
 @router.post("/update_weight_version")
-async def update_weight_version(server: ServerDep, new_version: Annotated[str, Body(embed=True)]) -> dict[str, Any]:
-    """Relabel the weights that serve."""
-    return await _call(server, "update_weight_version", {"new_version": new_version})
+async def update_weight_version(
+    server: ServerDep,
+    new_version: Annotated[str, Body(embed=True)],
+    abort_all_requests: Annotated[bool, Body(embed=True)] = False,
+) -> dict[str, Any]:
+    """Relabel the weights that serve. Nothing is aborted unless the body says so, since nothing else changes."""
+    if abort_all_requests:
+        server.abort_for_update()
+    return await call(server, "update_weight_version", {"new_version": new_version})
 
 
 @router.post("/init_broadcaster")
@@ -63,7 +70,7 @@ async def init_broadcaster() -> None:
 @router.get("/weight_info")
 async def weight_info(server: ServerDep) -> dict[str, Any]:
     """The label and epoch that serve, the session's state, the last error."""
-    return await _call(server, "weight_info")
+    return await call(server, "weight_info")
 
 
 @router.get("/get_world_size")

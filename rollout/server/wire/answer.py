@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import time
 from abc import ABC, abstractmethod
 from array import array
@@ -10,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, UnsetType
 
 from rollout.config import ServerConfig
@@ -30,7 +33,8 @@ class Delta:
     `text` is None where no text was asked for. One entry a token: `text_offsets` (where the token begins in the
     choice's text, in characters; empty without text), `logprobs` (the sampled token first, then what else
     the engine was asked for; None where no logprobs were), `sampling_mask` (ids of the support, None for an unfiltered
-    step; None where all are). `routed_experts` is the base64 of an .npy file, None where there is nothing to tell.
+    step; None where all are). `routed_experts` are (rows, layers, experts per token), uint8
+    or uint16; those of a choice's first n tokens make prompt + n - 1 rows; None where there is nothing to tell.
     `weight_versions` cover the whole choice, and come once it has ended.
     """
 
@@ -39,7 +43,7 @@ class Delta:
     text: str | None = None
     logprobs: list[list[TokenLogprob]] | None = None
     sampling_mask: list[IdArray | None] | None = None
-    routed_experts: str | None = None
+    routed_experts: np.ndarray | None = None
     weight_versions: list[WeightVersionSpan] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -52,6 +56,7 @@ class Answer:
 
     `cached_tokens` of the prompt were found in the prefix cache. `prompt_logprobs` has one entry a prompt token, the
     first None; it is None where none were asked for. `prompt_text` is None where the prompt came as ids.
+    `weight_version` is the label that served last, as far as this answer knows.
     """
 
     request_id: str
@@ -63,6 +68,7 @@ class Answer:
     cached_tokens: int = 0
     prompt_text: str | None = None
     prompt_logprobs: list[list[TokenLogprob] | None] | None = None
+    weight_version: str = ""
 
     def told_prompt_logprobs(self) -> PromptLogprobs | None:
         """The prompt's logprobs as answers tell them. Long prompts take long: not for the event loop."""
@@ -83,6 +89,15 @@ class Usage(msgspec.Struct):
     completion_tokens: int
     prompt_tokens_details: PromptTokensDetails | UnsetType | None = None
     completion_tokens_details: UnsetType | None = None
+
+
+def npy(array: np.ndarray | None) -> str | None:
+    """Base64 of an array as an `.npy` file."""
+    if array is None:
+        return None
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 B = TypeVar("B", bound=GenerationBody)

@@ -21,6 +21,8 @@ from rollout.server.wire.fields import is_unknown, refuse_unserved
 
 # More findings than this are told by their number: to list millions would stop the server for minutes.
 MAX_FINDINGS = 100
+# A body of the largest size could hold millions of prompts, and each of them is a request of its own.
+MAX_PROMPTS = 2048
 
 T = TypeVar("T")
 Each = Annotated[list[T], Field(fail_fast=True)]  # of a long list's entries, the first wrong one is told
@@ -112,7 +114,7 @@ class GenerationBody(Body):
     """What a request to generate has in every dialect.
 
     `id_prefix` begins the ids of its answers; `text_needs` and `text_param` say what a server without a tokenizer
-    refuses.
+    refuses, unless `text_optional`: then it answers without text.
     """
 
     model_config = ConfigDict(extra="allow")  # only to see what `check` refuses and what is `ignored`
@@ -120,6 +122,7 @@ class GenerationBody(Body):
     id_prefix: ClassVar[str]
     text_needs: ClassVar[str] = "Text needs"
     text_param: ClassVar[str | None] = None
+    text_optional: ClassVar[bool] = False
 
     model: Text | None = None
     stream: bool | None = False
@@ -160,6 +163,20 @@ class GenerationBody(Body):
     def wants_text(self) -> bool:
         """Whether the answer has text."""
         return True
+
+    @property
+    def wants_sampling_mask(self) -> bool:
+        """Whether the answer has the support of each filtered step, also where the server adds none by itself."""
+        return False
+
+    @property
+    def wanted_rank(self) -> int | None:
+        """The engine that the body asks for, where no header does."""
+        return None
+
+    def own_id(self, first_index: int) -> str | None:
+        """The id that the client gives to the prompt whose choices count from here."""
+        return self.request_id
 
     def check(self) -> None:
         """Raise ParameterError, naming the field, for what isn't served and for fields that don't go together."""

@@ -19,14 +19,12 @@ from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.errors import ErrorBody
 from rollout.server.text.detokenizer import Detokenizer
 from rollout.server.wire.answer import Answer, Delta, Usage
-from rollout.server.wire.body import Each, Prompt, Text, TextPrompt, TokenIds
+from rollout.server.wire.body import MAX_PROMPTS, Each, Prompt, Text, TextPrompt, TokenIds
 from rollout.server.wire.logprobs import PromptLogprobs, sendable, token_text
 from rollout.server.wire.openai import FINGERPRINT, OpenAIRequest, OpenAIWriter, TokenExtras
 
 # What is generated where nothing is said, as ever in OpenAI's API.
 DEFAULT_MAX_TOKENS = 16
-# A body of the largest size could hold millions, and each of them is a request of its own.
-MAX_PROMPTS = 2048
 
 
 class CompletionRequest(OpenAIRequest):

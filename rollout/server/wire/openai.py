@@ -17,7 +17,7 @@ from pydantic import BaseModel, create_model
 from rollout.config import ServerConfig
 from rollout.outputs import FinishReason, IdArray, WeightVersionSpan
 from rollout.sampling.params import ParameterError, SamplingParams
-from rollout.server.wire.answer import Answer, Delta, Writer
+from rollout.server.wire.answer import Answer, Delta, Writer, npy
 from rollout.server.wire.body import Each, GenerationBody, Text
 from rollout.server.wire.structure import ResponseFormat
 from rollout.version import __version__
@@ -120,7 +120,7 @@ class TextWriter(Writer[R]):
         if self.body.return_weight_versions and delta.weight_versions is not None:
             fields["weight_versions"] = delta.weight_versions
         if delta.routed_experts is not None:
-            fields["routed_experts"] = delta.routed_experts
+            fields["routed_experts"] = npy(delta.routed_experts)
         return fields
 
     def prompt_ids(self, answer: Answer) -> list[int] | None:

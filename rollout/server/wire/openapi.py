@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from fastapi import FastAPI
@@ -14,6 +14,7 @@ from rollout.server.wire.anthropic import MessagesWriter
 from rollout.server.wire.chat import ChatChunk, ChatResponse, ChatWriter
 from rollout.server.wire.completions import CompletionChunk, CompletionResponse, CompletionWriter
 from rollout.server.wire.render import DerenderedChunk, RenderedRequest
+from rollout.server.wire.sglang import SGLangWriter
 from rollout.server.wire.tokens import GenerateWriter
 from rollout.weights import bodies
 
@@ -22,6 +23,7 @@ _DIALECTS: dict[str, type[Writer[Any]]] = {
     "/v1/completions": CompletionWriter,
     "/v1/chat/completions": ChatWriter,
     "/v1/messages": MessagesWriter,
+    "/generate": SGLangWriter,
 }
 
 # What is answered: one of these types.
@@ -36,7 +38,18 @@ _ANSWERS: dict[str, tuple[Any, ...]] = {
 # What the events of a stream are; the last one of each says that something went wrong after the first.
 _EVENTS = {path: writer.event_kinds for path, writer in _DIALECTS.items()}
 
-_EMPTY = {"/health", "/liveness", "/ping", "/inference/v1/abort_requests", "/sleep", "/wake_up"}
+_EMPTY = {
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/health",
+    "/liveness",
+    "/health_generate",
+    "/abort_request",
+    "/ping",
+    "/inference/v1/abort_requests",
+    "/sleep",
+    "/wake_up",
+}
 
 # The bodies of weight calls, which the engine reads.
 _BODIES: dict[str, type] = {
@@ -46,6 +59,21 @@ _BODIES: dict[str, type] = {
     "/finish_weight_update": bodies.FinishBody,
     "/update_weight_version": bodies.VersionBody,
     "/weight_checker": bodies.CheckerBody,
+}
+
+
+class Refusal(msgspec.Struct):
+    """A weight call of SGLang's dialect that was refused: all that its update had received is dropped."""
+
+    success: Literal[False]
+    message: str
+
+
+# Paths whose 400 is a Refusal, but where the body itself is wrong.
+_REFUSALS = {
+    *("/init_weights_update_group", "/destroy_weights_update_group", "/begin_weight_update", "/end_weight_update"),
+    *("/update_weights_from_distributed", "/update_weights_from_disk", "/update_weights_from_tensor"),
+    *("/update_weights_from_ipc", "/pull_weights", "/weights_checker", "/continue_generation"),
 }
 
 _ERRORS = {
@@ -75,7 +103,7 @@ def install_openapi(app: FastAPI) -> None:
 
 def _completed(document: dict[str, Any]) -> dict[str, Any]:
     told = [kind for table in (_ANSWERS, _EVENTS) for kinds in table.values() for kind in kinds]
-    kinds = list({repr(kind): kind for kind in (*told, ErrorBody, *_BODIES.values())}.values())
+    kinds = list({repr(kind): kind for kind in (*told, ErrorBody, Refusal, *_BODIES.values())}.values())
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}", schema_hook=_array_schema
     )
@@ -107,6 +135,9 @@ def _complete(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> 
     error = {"application/json": {"schema": schemas[repr(ErrorBody)]}}
     for status, description in _ERRORS.items():
         responses[str(status)] = {"description": description, "content": error}
+    if path in _REFUSALS:
+        either = _any_of((ErrorBody, Refusal), schemas)
+        responses["400"] = responses["400"] | {"content": {"application/json": {"schema": either}}}
 
 
 def _event(data: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, Field, field_validator, model_v
 
 from rollout.outputs import FinishReason, IdArray, WeightVersionSpan
 from rollout.sampling.params import ParameterError, SamplingParams
-from rollout.server.wire.answer import Answer, Delta, Usage, Writer
+from rollout.server.wire.answer import Answer, Delta, Usage, Writer, npy
 from rollout.server.wire.body import GenerationBody, Prompt, encodable
 from rollout.server.wire.logprobs import Logprobs, PromptLogprobs, TextLogprobs, text_logprobs, token_logprobs
 
@@ -220,7 +220,7 @@ class GenerateWriter(Writer[GenerateRequest]):
             delta.finish_reason,
             delta.stop_reason,
             delta.token_ids,
-            delta.routed_experts,
+            npy(delta.routed_experts),
             delta.sampling_mask,
             delta.weight_versions,
         )

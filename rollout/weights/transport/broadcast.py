@@ -1,7 +1,8 @@
 """Weights broadcast by the trainer, over gloo or NCCL, one broadcast a parameter or packed into buffers.
 
 The groups are made by hand, beside any default group: a `PrefixStore("rollout", TCPStore(...))` that the trainer's rank
-0 hosts, and a bare ProcessGroupGloo or ProcessGroupNCCL over it. `VllmNcclGroup` speaks to trainers that use vLLM's own
+0 hosts, and a bare ProcessGroupGloo or ProcessGroupNCCL over it. With a `group_name` the keys lie where SGLang's
+trainers look for them. `VllmNcclGroup` speaks to trainers that use vLLM's own
 communicator: no process group, but a raw NCCL communicator whose unique id lies, pickled, in a TCPStore.
 """
 
@@ -51,7 +52,9 @@ class GlooGroup:
     """ProcessGroupGloo: CPU tensors, as bytes. Nothing but its own timeout ends a broadcast, which holds its tensor."""
 
     def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
-        self._group: Any = gloo_group(_store(info, timeout_s), info.rank_offset, info.world_size, timeout_s)
+        self._group: Any = gloo_group(
+            _store(info, timeout_s), info.rank_offset, info.world_size, timeout_s, info.group_name
+        )
 
     def broadcast(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
         """Receive; the tensor is in host memory."""
@@ -73,7 +76,7 @@ class NcclGroup:
     def __init__(self, info: InitInfo, timeout_s: float, device: torch.device) -> None:
         self._timeout_s = timeout_s
         store = _store(info, timeout_s)
-        self._group = nccl_group(store, info.rank_offset, info.world_size, device, timeout_s)
+        self._group = nccl_group(store, info.rank_offset, info.world_size, device, timeout_s, info.group_name)
 
     def broadcast(self, tensor: torch.Tensor, check: Callable[[], None]) -> None:
         """Receive, or abort the communicator when nothing came in time."""

@@ -1,0 +1,211 @@
+"""Checkpoints by difference: read and applied version by version, and whole whenever the server is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM
+
+from rollout.weights.pull import pull
+from tests.support import tiny_models
+from tests.support.slime_deltas import changed, publish, read
+
+INDEX = "model.safetensors.index.json"
+KILLED = 77
+
+
+@pytest.fixture(autouse=True)
+def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a killed process has written is there without it; it takes most of the time."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of several files, with an index."""
+    folder = tmp_path_factory.mktemp("base")
+    model = AutoModelForCausalLM.from_pretrained(tiny_models.build("llama", folder / "one"))
+    model.save_pretrained(folder / "several", max_shard_size="60KB")
+    assert len(list((folder / "several").glob("*.safetensors"))) > 2
+    return folder / "several"
+
+
+class Published:
+    """Versions of it, and what each holds."""
+
+    def __init__(self, base: Path, folder: Path, encodings: list[str]) -> None:
+        self.base, self.source, self.local = base, folder / "source", folder / "local"
+        self.states = [read(base)]
+        self.source.mkdir()
+        for version, encoding in enumerate(encodings, start=1):
+            new = changed(self.states[-1], version)
+            if encoding == "full":
+                self.copy_of(version, new)
+            else:
+                publish(self.source, version, self.states[-1], new, encoding)
+            self.states.append(new)
+
+    def copy_of(self, version: int, state: dict[str, np.ndarray]) -> None:
+        """A whole checkpoint, as one file without an index."""
+        import safetensors.torch
+        import torch
+
+        tensors = AutoModelForCausalLM.from_pretrained(self.base).state_dict()
+        values = {name: torch.from_numpy(state[name].view(np.float32).copy()) for name in state}
+        tensors = {name: values[name].view(tensors[name].shape) for name in values}
+        folder = self.source / f"weight_v{version:06d}"
+        folder.mkdir()
+        safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+    def pull(self, version: int) -> None:
+        pull(str(self.local), str(self.base), str(self.source), version)
+
+    @property
+    def version(self) -> int | None:
+        """Whose state the folder holds, to the byte; None where it holds none."""
+        if not (self.local / INDEX).exists():
+            return None
+        held = read(self.local)
+        matching = [
+            version
+            for version, state in enumerate(self.states)
+            if held.keys() == state.keys() and all(np.array_equal(held[name], state[name]) for name in state)
+        ]
+        assert len(matching) == 1, "half of something"
+        assert json.loads((self.local / INDEX).read_text())["metadata"]["version"] == matching[0]
+        return matching[0]
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_deltas_are_applied_one_by_one_or_several_at_once(base: Path, tmp_path: Path, encoding: str) -> None:
+    published = Published(base, tmp_path, [encoding] * 4)
+    for version in (0, 1, 1, 4):
+        published.pull(version)
+        assert published.version == version
+    listed = set(json.loads((published.local / INDEX).read_text())["weight_map"].values())
+    assert {file.name for file in published.local.glob("*.safetensors")} == listed
+    assert read(base).keys() == published.states[0].keys()
+    assert all(np.array_equal(read(base)[name], array) for name, array in published.states[0].items())
+    assert AutoModelForCausalLM.from_pretrained(published.local).config.model_type == "llama"
+
+
+def test_a_whole_version_needs_none_before_it(base: Path, tmp_path: Path) -> None:
+    published = Published(base, tmp_path, ["xor", "full", "xor"])
+    shutil.rmtree(published.source / "weight_v000001")
+    published.pull(3)
+    assert published.version == 3
+    published.pull(2)  # a trainer that begins anew
+    assert published.version == 2
+    published.pull(0)
+    assert published.version == 0
+
+
+def _break(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    index = json.loads(file.read_text())
+    change(index["metadata"])
+    file.write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    "fault", ["cut", "flipped", "checksum", "base", "compression", "encoding", "missing", "foreign"]
+)
+def test_what_is_wrong_with_a_version_leaves_the_one_before(base: Path, tmp_path: Path, fault: str) -> None:
+    published = Published(base, tmp_path, ["xor", "overwrite"])
+    published.pull(1)
+    folder = published.source / "weight_v000002"
+    file = folder / "model-00000-of-00002.safetensors"
+    data = file.read_bytes()
+    match fault:
+        case "cut":
+            file.write_bytes(data[:-5])
+        case "flipped":
+            file.write_bytes(data[:-3] + bytes([data[-3] ^ 255]) + data[-2:])
+        case "checksum":
+            place = data.index(b'"__metadata__":{"') + len(b'"__metadata__":{"')
+            end = data.index(b'":"', place) + 3
+            file.write_bytes(data[:end] + (b"0" if data[end : end + 1] != b"0" else b"1") + data[end + 1 :])
+        case "missing":
+            shutil.rmtree(folder)
+        case "foreign":
+            publish(tmp_path / "other", 2, {"no.such": np.zeros(4, np.uint8)}, {"no.such": np.ones(4, np.uint8)}, "xor")
+            shutil.copy(tmp_path / "other" / "weight_v000002" / file.name, file)
+        case "base":
+            _break(folder / INDEX, lambda metadata: metadata.update(base_version="000000"))
+        case "compression":
+            _break(folder / INDEX, lambda metadata: metadata.update(compression_format="lz4"))
+        case "encoding":
+            _break(folder / INDEX, lambda metadata: metadata.update(delta_encoding="sum"))
+    with pytest.raises(ValueError, match="weight_v000002"):
+        published.pull(2)
+    assert published.version == 1
+
+
+def test_a_folder_of_somebody_elses_is_not_written_to(base: Path, tmp_path: Path) -> None:
+    published = Published(base, tmp_path, [])
+    published.local.mkdir()
+    (published.local / "config.json").write_text("mine")
+    with pytest.raises(ValueError, match="no pull has written"):
+        published.pull(0)
+    assert [file.name for file in published.local.iterdir()] == ["config.json"]
+
+
+def _killed_at(point: int, work: Callable[[], None]) -> bool:
+    """Do the work in a process that is gone at this point of what it does to files; whether it got there."""
+    child = os.fork()
+    if child == 0:
+        left = point
+
+        def count() -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os._exit(KILLED)
+
+        def copy(source: Path, target: Path) -> None:  # in pieces, so that it may be cut off within a file
+            data = source.read_bytes()
+            with target.open("wb", buffering=0) as file:
+                for start in range(0, len(data), 1 + len(data) // 3):
+                    count()
+                    file.write(data[start : start + 1 + len(data) // 3])
+
+        shutil.copyfile = copy  # type: ignore[assignment]
+        events = ("open", "os.rename", "os.remove")
+        sys.addaudithook(lambda event, _: count() if event in events else None)
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, KILLED)
+    return status == KILLED
+
+
+@pytest.mark.parametrize(("encodings", "before"), [(["xor", "overwrite"], 1), (["xor", "full"], 1), ([], None)])
+def test_killed_anywhere_it_is_one_version_or_the_other(
+    base: Path, tmp_path: Path, encodings: list[str], before: int | None
+) -> None:
+    published = Published(base, tmp_path, encodings)
+    after, point, seen = len(encodings), 0, set()
+    while True:
+        shutil.rmtree(published.local, ignore_errors=True)
+        if before is not None:
+            published.pull(before)
+        killed = _killed_at(point, lambda: published.pull(after))
+        seen.add(published.version)
+        assert published.version in (before, after)
+        published.pull(after)  # it is told again
+        assert published.version == after
+        if not killed:
+            break
+        point += 1
+    assert seen == {before, after}
+    assert point > 10
