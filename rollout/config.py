@@ -19,6 +19,10 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 DataParallelBackend = Literal["mp", "ray"]
 MAX_QUEUED = 8192  # choices: each takes memory in both processes, and time of every step
+ToolCallParser = Literal[
+    "deepseek_v3", "deepseek_v31", "glm45", "hermes", "kimi_k2", "llama3_json", "mistral", "qwen3_coder"
+]
+ReasoningParser = Literal["deepseek_r1", "deepseek_v3", "glm45", "mistral", "qwen3", "seed_oss"]
 AttentionBackendName = Literal["auto", "native", "torch", "triton"]
 
 
@@ -137,6 +141,9 @@ class ServerConfig:
     enable_scale_out: bool = flag(False, "Register /inference/v1/generate and its companions.")
     tokenizer: str | None = flag(None, "Load the tokenizer of this folder or hub id. Default: MODEL's.")
     chat_template: str | None = flag(None, "Render chats by this file, or this Jinja text. Default: the tokenizer's.")
+    enable_auto_tool_choice: bool = flag(False, "Read tool calls from the text of chats, by --tool-call-parser.")
+    tool_call_parser: ToolCallParser | None = flag(None, "Read tool calls as models write them that have this name.")
+    reasoning_parser: ReasoningParser | None = flag(None, "Read reasoning as models write it that have this name.")
     tokens_only: bool = flag(False, "Serve token ids only: no tokenizer is loaded; implies --enable-scale-out.")
     skip_tokenizer_init: bool = flag(False, "Load no tokenizer: text and stop strings are refused.")
     return_sampling_mask: bool = flag(False, "Add the support of each sampled distribution to answers.")
@@ -188,6 +195,8 @@ class ServerConfig:
         template = self.chat_template
         if template is not None and not {"{", "}"} <= set(template) and not Path(template).is_file():
             raise ValueError(f"chat_template must be a file or a Jinja text, got {template!r}: there is no such file")
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise ValueError("enable_auto_tool_choice needs a tool_call_parser: how does this model write tool calls?")
         if self.max_queued_requests < 0:
             raise ValueError(f"max_queued_requests must be at least 0, got {self.max_queued_requests}")
         if self.data_parallel_size < 1:

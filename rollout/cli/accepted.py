@@ -27,7 +27,6 @@ _LOGS = "see --log-level and --uvicorn-log-level"
 _TEXT = "models take and give text alone"
 _LORA = "no adapter is served"
 _PAGES = "see --allowed-hosts for web pages"
-_TOOLS = "tool calls are left in the text"
 _NODES = "engines on other machines are Ray's: --data-parallel-backend ray"
 _CODE = "no code but this package's own runs in server and engine"
 _CACHE = "no cache is transferred"
@@ -121,7 +120,6 @@ REFUSED: dict[str, str] = {
     "--default-chat-template-kwargs": "send chat_template_kwargs with each request",
     "--disable-sliding-window": _OTHER_MODEL,
     "--ec-transfer-config": _CACHE,
-    "--enable-auto-tool-choice": _TOOLS,
     "--enable-lora": f"{_LORA}: push whole weights",
     "--enable-prompt-embeds": "a prompt is a text or token ids",
     "--exclude-tools-when-tool-choice-none": "a template is given the tools of the request: leave them out of it",
@@ -136,7 +134,6 @@ REFUSED: dict[str, str] = {
     "--node-rank": _NODES,
     "--nnodes": _NODES,
     "--override-generation-config": "send the parameters with each request",
-    "--reasoning-parser": "reasoning is left in the text",
     "--reasoning-parser-plugin": _CODE,
     "--root-path": "have the proxy strip its prefix",
     "--scheduler-cls": _CODE,
@@ -144,7 +141,6 @@ REFUSED: dict[str, str] = {
     "--ssl-certfile": _PROXY,
     "--ssl-keyfile": _PROXY,
     "--tokenizer-revision": "give --tokenizer a folder that holds it",
-    "--tool-call-parser": _TOOLS,
     "--tool-parser-plugin": _CODE,
     "--tool-server": "this server runs no tools",
     "--trust-remote-code": "no code from a model's repository is run: serve a model that transformers knows",

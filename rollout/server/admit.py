@@ -30,6 +30,7 @@ async def admit(
     rank = data_parallel_rank(server, headers, body.wanted_rank)
     check_prompt(server.model, token_ids)
     params = body.to_sampling_params()
+    body.adapt(params, server.config)
     resolve_params(server.model, server.engine_config, params, len(token_ids))
     vocabulary, wants_text = None, body.wants_text
     if wants_text and body.text_optional:

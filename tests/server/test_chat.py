@@ -153,8 +153,16 @@ def test_a_streamed_chat_is_the_whole_one_in_pieces(client: httpx.Client) -> Non
             "messages.1.content",
             "'image_url'",
         ),
-        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice", "'required'"),
-        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice", "'auto' or 'none'"),
+        ({"tool_choice": "required"}, "tool_choice", "isn't in `tools`"),
+        ({"tool_choice": "required", "tools": TOOLS}, "tool_choice", "this model has none"),
+        ({"tool_choice": "sometimes", "tools": TOOLS}, "tool_choice", "'required' or"),
+        ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "tool_choice", "'required' or"),
+        ({"tool_choice": {"type": "function", "function": {"name": "no"}}, "tools": TOOLS}, "tool_choice", "'no'"),
+        (
+            {"tool_choice": "required", "tools": TOOLS, "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "send one",
+        ),
         ({"response_format": {"type": "structural_tag"}}, "body.response_format.type", "'json_schema'"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "'json_schema' field must be provided"),
         (

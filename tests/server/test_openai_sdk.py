@@ -238,3 +238,18 @@ def test_a_structure_that_cannot_be_had_is_refused_by_name(
     with pytest.raises(openai.BadRequestError, match=why) as refused:
         client.chat.completions.create(**CHAT, extra_body={"structured_outputs": format})
     assert refused.value.param == "structured_outputs"
+
+
+def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("visit", "call")]
+    ask: dict[str, Any] = {**CHAT, "max_tokens": 120, "tools": tools}
+    required = client.chat.completions.create(**ask, tool_choice="required").choices[0]
+    assert required.finish_reason == "tool_calls"
+    for call in required.message.tool_calls or []:
+        assert call.function.name in ("visit", "call")
+        jsonschema.validate(json.loads(call.function.arguments), SCHEMA)
+    named: Any = {"type": "function", "function": {"name": "call"}}
+    stream = client.chat.completions.create(**ask, tool_choice=named, stream=True)
+    pieces = [call.function for chunk in stream for call in chunk.choices[0].delta.tool_calls or []]
+    assert [piece.name for piece in pieces if piece.name] == ["call"]
+    jsonschema.validate(json.loads("".join(piece.arguments or "" for piece in pieces)), SCHEMA)

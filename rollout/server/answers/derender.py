@@ -73,7 +73,7 @@ class Derenderer:
         """The chunk of a streamed chat, and the state for the choice's next one. The first has the role."""
         request, generated = body.chat_request or _ANY_CHAT, body.generate_chunk
         answer = self._answer(generated, body.prompt_token_ids, body.prompt_tokens)
-        writer = ChatWriter(request, self.config, [answer])
+        writer = ChatWriter(request, self.config, [answer], parses=False)  # the state holds no part of a call
         chunk, state = writer.envelope([]), _state(body.stream_state, answer)
         if (choice := _only_choice(generated)) is not None:
             delta, after = self._next_delta(request, choice, state)

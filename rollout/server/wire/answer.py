@@ -25,6 +25,8 @@ from rollout.server.wire.logprobs import PromptLogprobs, prompt_logprobs
 # Sampling masks become lists one at a time: as Python ints a wide one takes nine times the memory.
 encode_json = msgspec.json.Encoder(enc_hook=array.tolist).encode
 
+_MARK_TOKENS = 16  # more than any mark has, and white space after it
+
 
 @dataclass(slots=True)
 class Delta:
@@ -69,6 +71,12 @@ class Answer:
     prompt_text: str | None = None
     prompt_logprobs: list[list[TokenLogprob] | None] | None = None
     weight_version: str = ""
+
+    def prompt_ends_with(self, mark: str) -> bool:
+        """Whether the prompt's text ends with this mark, but for white space."""
+        if self.vocabulary is None:
+            return False
+        return self.vocabulary.decode(self.prompt_token_ids[-_MARK_TOKENS:]).rstrip().endswith(mark)
 
     def told_prompt_logprobs(self) -> PromptLogprobs | None:
         """The prompt's logprobs as answers tell them. Long prompts take long: not for the event loop."""

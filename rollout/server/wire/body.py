@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from rollout.config import ServerConfig
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.wire.fields import is_unknown, refuse_unserved
 
@@ -192,6 +193,9 @@ class GenerationBody(Body):
     def prompts(self) -> Sequence[Prompt]:
         """The prompts to continue. Raises ParameterError for none, for too many, and for content that isn't text."""
         raise NotImplementedError
+
+    def adapt(self, params: SamplingParams, config: ServerConfig) -> None:
+        """Let the parameters fit how this server reads the text."""
 
     def to_sampling_params(self) -> SamplingParams:
         """The engine's parameters, made anew: each prompt has its own."""

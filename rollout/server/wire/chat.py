@@ -5,15 +5,25 @@ What is always null belongs to what this server doesn't do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from rollout.config import ServerConfig
-from rollout.sampling.params import ParameterError, SamplingParams
+from rollout.outputs import FinishReason
+from rollout.sampling.params import ParameterError, SamplingParams, StructuredOutputsParams
 from rollout.server.errors import ErrorBody
+from rollout.server.text.call_formats import (
+    CALL_FORMATS,
+    REASONING_FORMATS,
+    CallFormat,
+    arguments_schema,
+    calls_schema,
+    tools_by_name,
+)
+from rollout.server.text.calls import AnswerReader, Part
 from rollout.server.wire.answer import Answer, Delta, Usage
 from rollout.server.wire.body import ChatFields, Prompt
 from rollout.server.wire.logprobs import PromptLogprobs, TextLogprobs, text_logprobs
@@ -21,7 +31,7 @@ from rollout.server.wire.openai import FINGERPRINT, ChatLogprobs, OpenAIRequest,
 
 
 class ChatCompletionRequest(ChatLogprobs, OpenAIRequest, ChatFields):
-    """Answer a chat. Tool calls and reasoning are left in the text, for whoever knows the model to find."""
+    """Answer a chat. Tool calls and reasoning are parts of their own where the server has a parser for them."""
 
     id_prefix = "chatcmpl-"
 
@@ -33,13 +43,19 @@ class ChatCompletionRequest(ChatLogprobs, OpenAIRequest, ChatFields):
     return_prompt_text: bool | None = None
 
     def check(self) -> None:
-        """As the base class; also a forced tool call, which only a grammar could keep."""
+        """As the base class; also a tool choice that can't be kept."""
         super().check()
-        if self.tool_choice not in (None, "auto", "none"):
-            raise ParameterError(
-                f"tool_choice must be 'auto' or 'none', got {self.tool_choice!r}: tool calls are left in the text.",
-                "tool_choice",
-            )
+        choice, named = self.tool_choice, self.named_tool
+        if choice in (None, "auto", "none"):
+            pass
+        elif choice != "required" and named is None:
+            kinds = '\'auto\', \'none\', \'required\' or {"type": "function", "function": {"name": …}}'
+            raise ParameterError(f"tool_choice must be {kinds}, got {choice!r}.", "tool_choice")
+        elif named not in (None, *self.functions) or not self.functions:
+            raise ParameterError(f"tool_choice asks for {named or 'a tool'!r}, which isn't in `tools`.", "tool_choice")
+        elif self.structured_outputs is not None or self.response_format is not None:
+            message = "tool_choice forces an answer's form, as structured_outputs and response_format do: send one."
+            raise ParameterError(message, "tool_choice")
         self.check_logprobs()
 
     def template_arguments(self) -> dict[str, Any]:
@@ -63,19 +79,80 @@ class ChatCompletionRequest(ChatLogprobs, OpenAIRequest, ChatFields):
     def to_sampling_params(self) -> SamplingParams:
         """The engine's parameters. Without a limit, the answer may fill the model's length."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self._sampling_params(limit, self.engine_logprobs)
+        params = self._sampling_params(limit, self.engine_logprobs)
+        if self.named_tool is not None:
+            params.structured_outputs = StructuredOutputsParams(json=arguments_schema(self.functions[self.named_tool]))
+        elif self.tool_choice == "required":
+            params.structured_outputs = StructuredOutputsParams(json=calls_schema(self.functions))
+        return params
+
+    @property
+    def functions(self) -> dict[str, Mapping[str, Any]]:
+        """The schemas of the tools' arguments, by name."""
+        return tools_by_name(self.tools)
+
+    @property
+    def named_tool(self) -> str | None:
+        """The tool that must be called."""
+        choice = self.tool_choice
+        function = choice.get("function") if isinstance(choice, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        return name if isinstance(name, str) else None
+
+    @property
+    def structure_param(self) -> str:
+        """The field that asks for structured outputs."""
+        forced = self.tool_choice == "required" or self.named_tool is not None
+        return "tool_choice" if forced else super().structure_param
+
+    def adapt(self, params: SamplingParams, config: ServerConfig) -> None:
+        """Marks of calls and of reasoning may be special tokens: parsers must see them."""
+        if config.reasoning_parser or self.call_format(config):
+            params.skip_special_tokens = False
+
+    def call_format(self, config: ServerConfig) -> CallFormat | None:
+        """How calls are written that the answer may have."""
+        if not (config.enable_auto_tool_choice and self.tools) or self.tool_choice == "none":
+            return None
+        return CALL_FORMATS[config.tool_call_parser or ""]
+
+
+class CalledFunction(msgspec.Struct, omit_defaults=True):
+    """A function and its arguments, JSON as text; in a stream more of them, after the name."""
+
+    name: str | None = None
+    arguments: str | None = None
+
+
+class WholeCall(msgspec.Struct, kw_only=True):
+    """One call that the model asks for."""
+
+    id: str
+    type: str = "function"
+    function: CalledFunction
+
+
+class CallDelta(msgspec.Struct, kw_only=True):
+    """What is new of a call."""
+
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    index: int
+    function: CalledFunction
 
 
 class AssistantMessage(msgspec.Struct, kw_only=True):
-    """What the model answered, tool calls and reasoning included, as text."""
+    """What the model answered: text, and where they are parsed, reasoning (under both its names) and tool calls."""
 
     role: str = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
     annotations: None = None
     audio: None = None
     function_call: None = None
-    reasoning: None = None
+    reasoning: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[WholeCall] | UnsetType = UNSET
 
 
 class ChatChoice(TokenExtras, kw_only=True):
@@ -114,6 +191,9 @@ class MessageDelta(msgspec.Struct, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[CallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(TokenExtras, kw_only=True):
@@ -148,9 +228,55 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
     whole_kinds = (ChatResponse,)
     event_kinds = (ChatChunk, ErrorBody)
 
-    def __init__(self, body: ChatCompletionRequest, config: ServerConfig, answers: Sequence[Answer]) -> None:
+    def __init__(
+        self, body: ChatCompletionRequest, config: ServerConfig, answers: Sequence[Answer], *, parses: bool = True
+    ) -> None:
         super().__init__(body, config, answers)
         self._begun: set[int] = set()
+        self._readers: dict[int, AnswerReader] = {}
+        self._called: set[int] = set()
+        forced = body.structure_param == "tool_choice"
+        self._parses = parses and bool(config.reasoning_parser or body.call_format(config) or forced)
+
+    def _read(self, answer: Answer, delta: Delta) -> Part:
+        """The parts of what is new of a choice."""
+        if not self._parses:
+            return Part(content=delta.text or "")
+        reader = self._readers.get(delta.index)
+        if reader is None:
+            reasoning = REASONING_FORMATS.get(self.config.reasoning_parser or "")
+            reader = self._readers[delta.index] = AnswerReader(
+                calls=self.body.call_format(self.config),
+                reasoning=reasoning,
+                tools=self.body.functions,
+                required=self.body.tool_choice == "required",
+                named=self.body.named_tool,
+                begun=reasoning is not None and answer.prompt_ends_with(reasoning.begin),
+            )
+        part = reader.take(delta.text or "")
+        if delta.finish_reason is not None:
+            last = reader.end()
+            part = Part(part.reasoning + last.reasoning, part.content + last.content, part.calls + last.calls)
+        if part.calls:
+            self._called.add(delta.index)
+        return part
+
+    def _finish_reason(self, delta: Delta) -> str | None:
+        """As OpenAI has it; a call that was asked for by name is none of them there."""
+        by_call = delta.index in self._called and self.body.named_tool is None
+        return "tool_calls" if by_call and delta.finish_reason == FinishReason.STOP else delta.finish_reason
+
+    def _message(self, answer: Answer, delta: Delta) -> AssistantMessage:
+        part = self._read(answer, delta)
+        message = AssistantMessage(content=self.body.echoed + part.content)
+        if part.reasoning:
+            message.reasoning = message.reasoning_content = part.reasoning
+        if part.calls:
+            message.content = message.content or None
+            message.tool_calls = [
+                WholeCall(id=call.id or "", function=CalledFunction(call.name, call.arguments)) for call in part.calls
+            ]
+        return message
 
     def whole(self, choices: Sequence[tuple[Answer, Delta]]) -> ChatResponse:
         """The answer, of choices that have all ended."""
@@ -160,7 +286,7 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
             model=self.answer.model,
             choices=[
                 ChatChoice(
-                    message=AssistantMessage(content=self.body.echoed + (delta.text or "")),
+                    message=self._message(answer, delta),
                     stop_reason=delta.stop_reason,
                     **self._choice(answer, delta),
                 )
@@ -185,7 +311,21 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
 
     def chunk_choice(self, answer: Answer, delta: Delta) -> ChatChunkChoice:
         """What is new of a choice."""
-        made = ChatChunkChoice(delta=MessageDelta(content=delta.text or ""), **self._choice(answer, delta))
+        part = self._read(answer, delta)
+        message = MessageDelta(content=part.content)
+        if part.reasoning:
+            message.reasoning = message.reasoning_content = part.reasoning
+        if part.calls:
+            message.tool_calls = [
+                CallDelta(
+                    id=call.id or UNSET,
+                    type="function" if call.id else UNSET,
+                    index=call.index,
+                    function=CalledFunction(call.name, call.arguments),
+                )
+                for call in part.calls
+            ]
+        made = ChatChunkChoice(delta=message, **self._choice(answer, delta))
         if delta.finish_reason is not None:
             made.stop_reason = delta.stop_reason
         return made
@@ -203,7 +343,7 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
         return {
             "index": delta.index,
             "logprobs": text_logprobs(delta.logprobs, answer.vocabulary, as_ids=self.as_ids, top=top),
-            "finish_reason": delta.finish_reason,
+            "finish_reason": self._finish_reason(delta),
             "token_ids": None,
             **self.token_fields(delta),
         }

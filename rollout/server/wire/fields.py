@@ -26,7 +26,7 @@ _PROCESSOR = "no code of a client's runs in the sampler"
 _TRANSFER = "this server runs a model whole, and transfers no cache"
 _MEDIA = "only text is served"
 _BEAMS = "there is no beam search: every choice is sampled"
-_TOOLS = "tool calls are left in the text"
+_TOOLS = "a model calls as many tools as it will: send tool_choice"
 
 REFUSED: dict[str, Refusal] = {
     "adapter_id": Refusal(_LORA),
@@ -48,7 +48,7 @@ REFUSED: dict[str, Refusal] = {
     "guided_json": Refusal(_GRAMMAR),
     "guided_regex": Refusal(_GRAMMAR),
     "guided_whitespace_pattern": Refusal(_GRAMMAR),
-    "include_reasoning": Refusal("reasoning is left in the text", (True,)),
+    "include_reasoning": Refusal("reasoning is part of the answer", (True,)),
     "json_schema": Refusal(_GRAMMAR),
     "kv_transfer_params": Refusal(_TRANSFER),
     "logits_processors": Refusal(_PROCESSOR, ([],)),
