@@ -1,9 +1,10 @@
 """The products of a model's linear layers: one definition for the engine and an exact trainer.
 
-In bfloat16 on a CPU each output is the float32 sum over its row and its weight's row, in order of position, rounded
-once: it depends on nothing else, neither on the other rows nor on how they are tiled. The head's logits aren't rounded
-at all, since at 20 a bfloat16 step is 1/8. On a processor without bfloat16 products, and where the native kernels can't
-be built, both sides keep torch's own. On a GPU the order is its library's, which chooses by shape: there all products
+On a CPU each output is the float32 sum over its row and its weight's row, in order of position, rounded once to the
+dtype of both: it depends on nothing else, neither on the other rows nor on how they are tiled. The head's logits aren't
+rounded at all, since at 20 a bfloat16 step is 1/8. Where the native kernels aren't the faster way (float32 with
+AVX-512, bfloat16 on an AVX-512 processor that doesn't multiply it) or can't be built, both sides keep torch's own. On a
+GPU the order is its library's, which chooses by shape: there all products
 have one shape (`multiply_in_blocks`). Imports torch only: `trainer_bridge.score.exact` uses it, too.
 """
 
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rollout.kernels.native import address, in_huge_pages, library
+from rollout.kernels.native import SUFFIXES, address, in_huge_pages, library
 
 PANEL = 64
 """Outputs that are computed together: packed weights are filled up to a multiple of it."""
@@ -39,15 +40,16 @@ def multiply_in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 def serves_linear(layer: object) -> bool:
     """Whether `PackedWeight` can stand for this module."""
-    if (
-        type(layer) is not nn.Linear
-        or type(layer.weight) is not nn.Parameter
-        or layer.weight.device.type != "cpu"
-        or layer.weight.dtype is not torch.bfloat16
-    ):
+    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or layer.weight.device.type != "cpu":
         return False
+    even = layer.in_features % 2 == 0 or layer.weight.dtype is torch.float32
+    return even and multiplies(layer.weight.dtype)
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether products of this dtype are ours on this machine's CPU."""
     kernels = library()
-    return layer.in_features % 2 == 0 and kernels is not None and bool(kernels.multiplies_bf16())
+    return kernels is not None and dtype in SUFFIXES and bool(getattr(kernels, f"multiplies_{SUFFIXES[dtype]}")())
 
 
 @dataclass(frozen=True)
@@ -60,28 +62,31 @@ class PackedWeight:
 
     @classmethod
     def of(cls, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> PackedWeight:
-        """Pack copies of `weights`, (outputs, inputs) bfloat16 each, and of as many biases (outputs,), or none."""
+        """Pack copies of `weights` (outputs, inputs), bfloat16 or float32, and as many biases (outputs,), or none."""
         kernels = library()
         assert kernels is not None
         weight = torch.cat(list(weights)).contiguous() if len(weights) > 1 else weights[0].contiguous()
         outputs, inputs = weight.shape
         filled = -(-outputs // PANEL) * PANEL
         panels = in_huge_pages(weight.new_empty(filled, inputs))
-        kernels.pack_bf16(address(weight), outputs, inputs, address(panels))
+        pack = getattr(kernels, f"pack_{SUFFIXES[weight.dtype]}")
+        pack(address(weight), outputs, inputs, address(panels))
         bias = None
         if biases:
             bias = torch.zeros(filled)
             bias[:outputs] = torch.cat(list(biases))
         return cls(panels, bias, outputs)
 
-    def multiply(self, x: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """x (…, inputs) bfloat16 · weightᵀ + bias → (…, outputs), bfloat16 or float32."""
+    def multiply(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """x (…, inputs), of the weight's dtype, · weightᵀ + bias → (…, outputs) in the same, or float32 by `dtype`."""
         kernels = library()
         assert kernels is not None
         x = x.contiguous()
         inputs = x.shape[-1]
-        y = torch.empty(*x.shape[:-1], self.outputs, dtype=dtype)
-        kernels.multiply_bf16(
+        y = torch.empty(*x.shape[:-1], self.outputs, dtype=dtype or x.dtype)
+        if x.dtype is not self.panels.dtype or y.dtype not in (x.dtype, torch.float32):
+            raise ValueError(f"{x.dtype} times a weight in {self.panels.dtype} can't give {y.dtype}")
+        getattr(kernels, f"multiply_{SUFFIXES[self.panels.dtype]}")(
             address(x),
             address(self.panels),
             None if self.bias is None else address(self.bias),
@@ -89,6 +94,6 @@ class PackedWeight:
             self.outputs,
             inputs,
             address(y),
-            int(dtype is torch.bfloat16),
+            int(y.dtype is torch.bfloat16),
         )
         return y

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from rollout.kernels.attention.base import current_backend
 from rollout.kernels.attention.native_paged import NativeAttention
-from rollout.kernels.native import SUFFIXES, address, is_fast, library
+from rollout.kernels.native import SUFFIXES, address, library
 from rollout.kernels.products import PackedWeight, serves_linear
 from rollout.model.parameters import ModelParameters, ParameterSet
 
@@ -136,7 +136,7 @@ def _vector_width() -> int | None:
 
     Found in float32, where an order can't hide behind a rounding.
     """
-    if not is_fast():
+    if library() is None:
         return None
     for width in (8, 16):
         rows = [torch.randn(64, dim) for dim in (576, 1000, 5000)]
@@ -208,7 +208,8 @@ def fuse_gates(
 
 def native_gate(module: Any) -> nn.Module | None:
     """The native gate, for layers in bfloat16 whose products are native as well."""
-    if not all(serves_linear(getattr(module, name, None)) for name in GATED) or not is_fast() or not _same_silu():
+    layers: list[Any] = [getattr(module, name, None) for name in GATED]
+    if not all(serves_linear(layer) and layer.weight.dtype is torch.bfloat16 for layer in layers) or not _same_silu():
         return None
     return SiLUGate() if type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation") else None
 
@@ -273,7 +274,7 @@ def fuse_rotary(model: nn.Module) -> None:
     for module in model.modules():
         source = sys.modules[type(module).__module__]
         stock = getattr(source, "apply_rotary_pos_emb", None)
-        if stock is None or getattr(stock, "fused", False) or not hasattr(module, "head_dim") or not is_fast():
+        if stock is None or getattr(stock, "fused", False) or not hasattr(module, "head_dim") or library() is None:
             continue
         if _same_rotation(stock, module.head_dim):  # type: ignore[arg-type]
             source.apply_rotary_pos_emb = _fused_rotary(stock)  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from rollout.config import EngineConfig
+from rollout.kernels.products import multiplies
 
 
 def resolve_device(config: EngineConfig) -> torch.device:
@@ -22,7 +23,9 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 
 def cpu_multiplies_bf16() -> bool:
-    """True where matrix products in bfloat16 are at least as fast as in float32 on this CPU."""
+    """True where products in bfloat16, ours or torch's, are at least as fast as in float32 on this CPU."""
+    if multiplies(torch.bfloat16):
+        return True
     if platform.machine() in ("x86_64", "AMD64"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollout.config import LogprobsMode
-from rollout.kernels.native import address, is_fast, library
+from rollout.kernels.native import address, library
 from rollout.outputs import FinishReason, TokenLogprob, TokenOutput
 from rollout.sampling.filters import filter_logits, is_filtered, only_scales, top_tokens
 from rollout.sampling.rows import Rows, SamplingRow
@@ -225,7 +225,8 @@ def draw(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _drawn_natively(logits: Tensor) -> bool:
-    return logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.stride(-1) == 1 and is_fast()
+    known = logits.device.type == "cpu" and logits.dtype is torch.float32 and logits.stride(-1) == 1
+    return known and library() is not None
 
 
 @functools.cache

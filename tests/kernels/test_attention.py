@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rollout.kernels import native
 from rollout.kernels.attention.base import AttentionParams, LayerShape, RaggedBatch
 from rollout.kernels.attention.native_paged import NativeAttention
 from rollout.kernels.attention.torch_paged import CHUNK, TorchAttention
@@ -17,6 +18,12 @@ from rollout.kernels.attention.torch_paged import CHUNK, TorchAttention
 NUM_BLOCKS = 400
 TOLERANCE = 2e-5
 KEY_DIM = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built() -> None:
+    """The compiler's seconds are not those of an example."""
+    native.library()
 
 
 def dense(query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:

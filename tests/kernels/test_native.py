@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rollout.engine.engine import Engine
-from rollout.kernels import native
+from rollout.kernels import native, products
 from rollout.kernels.products import PackedWeight, serves_linear
 from rollout.model import fused
 from rollout.model.fused import PackedWeights, SiLUGate, fuse_gates, fuse_norms, fuse_rotary, native_gate
@@ -38,14 +38,16 @@ REQUESTS = [request("group", prompt(40), n=3), request("one", prompt(3)), reques
     widths=st.lists(st.sampled_from([1, 15, 16, 63, 64, 65, 200]), min_size=1, max_size=3),
     bias=st.booleans(),
     threads=st.integers(1, 3),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
 )
 def test_products_are_exact_sums_rounded_once(
-    rows: int, inputs: int, widths: list[int], bias: bool, threads: int
+    rows: int, inputs: int, widths: list[int], bias: bool, threads: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(inputs)
-    weights = [torch.randn(n, inputs, generator=generator).bfloat16() for n in widths]
-    biases = [torch.randn(n, generator=generator).bfloat16() for n in widths] if bias else []
-    x = torch.randn(rows, inputs, generator=generator).bfloat16()
+    inputs -= dtype is torch.float32  # an odd number of them, too
+    weights = [torch.randn(n, inputs, generator=generator).to(dtype) for n in widths]
+    biases = [torch.randn(n, generator=generator).to(dtype) for n in widths] if bias else []
+    x = torch.randn(rows, inputs, generator=generator).to(dtype)
     packed = PackedWeight.of(weights, biases)
     before = torch.get_num_threads()
     try:
@@ -55,12 +57,21 @@ def test_products_are_exact_sums_rounded_once(
         torch.set_num_threads(before)
     expected = x.double() @ torch.cat(weights).double().T + (torch.cat(biases).double() if bias else 0)
     scale = x.double().abs() @ torch.cat(weights).double().abs().T + 1
-    assert bool(((sums - expected).abs() <= scale * inputs * 2.0**-23).all())
-    assert torch.equal(rounded, sums.bfloat16())
+    assert bool(((sums - expected).abs() <= scale * (inputs + 2) * 2.0**-23).all())
+    assert torch.equal(rounded, sums.to(dtype))
     for row in range(min(rows, 7)):  # a row alone, and other layers' outputs beside it or not
         assert torch.equal(packed.multiply(x[row : row + 1], torch.float32)[0], sums[row])
     alone = PackedWeight.of(weights[-1:], biases[-1:]).multiply(x, torch.float32)
     assert torch.equal(alone, sums[:, -widths[-1] :])
+
+
+def test_a_product_of_other_dtypes_is_refused() -> None:
+    """It would be written beyond the memory of its result."""
+    packed = PackedWeight.of([torch.ones(4, 4)])
+    with pytest.raises(ValueError, match=r"torch.float32 times a weight in torch.float32 can't give torch.bfloat16"):
+        packed.multiply(torch.ones(1, 4), torch.bfloat16)
+    with pytest.raises(ValueError, match=r"torch.bfloat16 times a weight in torch.float32"):
+        packed.multiply(torch.ones(1, 4).bfloat16())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma2", "qwen3_moe"])
@@ -71,7 +82,7 @@ def test_norms_and_rotary_embeddings_keep_every_bit(name: str, dtype: torch.dtyp
     fuse_norms(model)
     fuse_rotary(model)
     taken = [module for module in norms if "forward" in vars(module)]
-    assert taken == [module for module in norms if hasattr(module, "variance_epsilon") and native.is_fast()]
+    assert taken == [module for module in norms if hasattr(module, "variance_epsilon")]
     ids = torch.tensor([prompt(33)])
     with torch.inference_mode():
         assert torch.equal(model(ids).logits, stock(ids).logits)
@@ -84,25 +95,16 @@ def test_gates_keep_every_bit(name: str) -> None:
     PackedWeights(ModelParameters(stock))
     fuse_gates(model, native_gate, torch.equal)
     gates = [module for module in model.modules() if isinstance(getattr(module, "act_fn", None), SiLUGate)]
-    served = serves_linear(stock.get_output_embeddings()) and native.is_fast()
+    served = serves_linear(stock.get_output_embeddings())
     assert len(gates) == (3 if served and name in ("llama", "qwen2") else 0)
     ids = torch.tensor([prompt(33)])
     with torch.inference_mode():
         assert torch.equal(model(ids).logits, stock(ids).logits)
 
 
-@pytest.fixture
-def called_fast(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels are right on every machine; the model takes them where they are called fast."""
-    monkeypatch.setattr(fused, "is_fast", lambda: True)
-    fused._vector_width.cache_clear()
-    yield
-    fused._vector_width.cache_clear()
-
-
 @pytest.mark.parametrize("name", ["llama", "olmo2", "gpt_oss"])
 @torch.no_grad()
-def test_norms_tried_on_weights_of_ones_keep_every_bit_after_a_push(name: str, called_fast: None) -> None:
+def test_norms_tried_on_weights_of_ones_keep_every_bit_after_a_push(name: str) -> None:
     kind = next(k for k in vars(import_module(f"transformers.models.{name}.modeling_{name}")).values() if is_norm(k))
     stock, served = (nn.ModuleDict({"norm": kind(64)}).bfloat16() for _ in range(2))
     fuse_norms(served)
@@ -132,7 +134,7 @@ class ClampedMLP(nn.Module):
 
 
 @pytest.mark.parametrize(("limit", "same"), [(torch.inf, True), (7.0, False)])
-def test_a_gate_with_a_limit_is_not_taken_for_one_without(limit: float, same: bool, called_fast: None) -> None:
+def test_a_gate_with_a_limit_is_not_taken_for_one_without(limit: float, same: bool) -> None:
     layer = ClampedMLP(limit)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -211,11 +213,12 @@ def test_an_update_that_was_dropped_while_it_was_packed_takes_nothing_from_what_
     torch.testing.assert_close(model(ids).logits, stock(ids).logits)
 
 
-def test_only_plain_bfloat16_layers_are_taken() -> None:
+def test_only_plain_layers_of_known_dtypes_are_taken() -> None:
     class Other(nn.Linear):
         pass
 
-    assert not serves_linear(nn.Linear(4, 4))
+    assert serves_linear(nn.Linear(5, 4)) == products.multiplies(torch.float32)
+    assert not serves_linear(nn.Linear(4, 4, dtype=torch.float16))
     assert not serves_linear(Other(4, 4, dtype=torch.bfloat16))
     assert not serves_linear(nn.Linear(5, 4, dtype=torch.bfloat16))
     assert not serves_linear(None)
@@ -244,8 +247,42 @@ def test_without_a_compiler_there_are_no_kernels(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert native.library() is None
-    assert not native.is_fast()
     assert ("can't be built" in caplog.text) is warns
+
+
+def test_on_a_processor_that_the_kernels_are_not_made_for_no_compiler_is_run(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On one without AVX-512 they used to be compiled, for some 12 s, to be asked whether it has it."""
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
+    ran: list[object] = []
+    monkeypatch.setattr(subprocess, "run", lambda *command, **_: ran.append(command))
+    monkeypatch.setattr(subprocess, "Popen", lambda *command, **_: ran.append(command))
+    assert native.library() is None
+    assert not ran
+    assert not list(fresh.iterdir())
+    assert not products.multiplies(torch.bfloat16)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(("set_of", "wide"), [("AVX512", True), ("AVX2", False)])
+def test_the_flags_follow_what_torch_finds_the_processor_to_have(
+    set_of: str, wide: bool, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: set_of)
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return build_in_words(command)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    made = native._built("c++")
+    assert ("-mno-avx512f" not in commands[-1]) is wide
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2" if wide else "AVX512")
+    assert native._built("c++") != made  # a cache may be shared
 
 
 def test_without_a_compiler_plain_torch_serves(tmp_path: Path) -> None:

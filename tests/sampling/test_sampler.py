@@ -245,7 +245,7 @@ def test_masks_are_read_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_batch_is_drawn_in_one_pass_where_no_row_asks_for_more_than_a_temperature(
     params: dict[str, Any], filtered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sampler, "is_fast", lambda: True)
+    monkeypatch.setattr(sampler, "_drawn_natively", lambda logits: True)
     needed = Sampler()._needed_filtered(torch.zeros(2, VOCAB), Rows([make_row(), make_row(**params)]))
     assert (needed is not None) == filtered
 
@@ -339,7 +339,7 @@ def test_draws_in_one_pass_are_those_of_filtered_logits_in_torch(vocab: int, mon
     tokens = [s.token_id for s in Sampler().sample(logits, rows)]
     drawn = draw(filter_logits(logits, rows), torch.from_numpy(uniforms(rows))).tolist()
     assert tokens == [None if r in (1, 2, 3) else token for r, token in enumerate(drawn)]
-    monkeypatch.setattr(sampler, "is_fast", lambda: False)
+    monkeypatch.setattr(sampler, "_drawn_natively", lambda logits: False)
     assert tokens == [s.token_id for s in Sampler().sample(logits, rows)]
 
 

@@ -242,7 +242,7 @@ def _in_blocks(layer: nn.Linear) -> Callable[[Tensor], Tensor]:
 def _packed(layer: nn.Linear, is_head: bool) -> Callable[[Tensor], Tensor]:
     """It packs each time: nothing tells when a weight changes."""
     biases = [] if layer.bias is None else [layer.bias]
-    dtype = torch.float32 if is_head else torch.bfloat16
+    dtype = torch.float32 if is_head else layer.weight.dtype
     return lambda x: PackedWeight.of([layer.weight], biases).multiply(x, dtype)
 
 

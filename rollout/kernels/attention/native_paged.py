@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollout.kernels.attention.base import AttentionBackend, AttentionParams, LayerShape, RaggedBatch, ranges
 from rollout.kernels.attention.chunked import CHUNK
-from rollout.kernels.native import SUFFIXES, address, in_huge_pages, is_fast, library
+from rollout.kernels.native import SUFFIXES, address, in_huge_pages, library
 
 LANES = 16
 VECTORS = 24
@@ -23,11 +23,7 @@ VECTORS = 24
 
 
 def serves_attention(key_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels attend to keys of this width and dtype, and are the fastest way here."""
-    return _knows(key_dim, dtype, device) and is_fast()
-
-
-def _knows(key_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels attend to keys of this width and dtype here."""
     return device.type == "cpu" and dtype in SUFFIXES and key_dim % 2 == 0 and library() is not None
 
 
@@ -53,7 +49,7 @@ class NativeAttention(AttentionBackend):
     def __init__(
         self, layers: list[LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        if not _fits(block_size) or not all(_knows(shape.key_dim, dtype, device) for shape in layers):
+        if not _fits(block_size) or not all(serves_attention(shape.key_dim, dtype, device) for shape in layers):
             raise ValueError(f"the native kernels don't serve blocks of {block_size} in {dtype} on {device}")
         super().__init__(layers, num_blocks, block_size, dtype, device)
         self._attend = getattr(library(), f"attend_{SUFFIXES[dtype]}")

@@ -1,6 +1,7 @@
 """The native kernels: compiled once on the user's machine, for its instruction set, and kept in the cache folder.
 
-Without a C++ compiler, or on a machine where the build fails, everything runs in plain torch, slower.
+Without a C++ compiler, on a processor that they aren't made for, or where the build fails, everything runs in plain
+torch, slower.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from rollout.folders import OwnedFolder
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ["-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "-Wno-psabi", "-ffp-contract=off"]
+SOURCES = [Path(__file__).with_name(name) for name in ("kernels.cpp", "vectors.h")]
+"""What is compiled, and what it includes."""
+FLAGS = ["-O3", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "-Wno-psabi", "-ffp-contract=off"]
 BUILD_TIMEOUT_S = 120
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """The dtypes that the kernels know, and what their names end in."""
+FLAGS_FOR = {"AVX512": ["-march=native"], "AVX2": ["-march=native", "-mno-avx512f"], "NEON": ["-mcpu=native"]}
+"""By instruction set, the flags that decide how wide vectors are. `ATEN_CPU_CAPABILITY=avx2` has an AVX-512 processor
+taken for one of AVX2, by torch and here."""
 TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 SIGNATURES = {
     "attend_bf16": "pppp pp iiiii pipi pppp pi fif ppp i",
@@ -37,7 +42,9 @@ SIGNATURES = {
     "normalize_f32": "pp f p lii",
     "gate_bf16": "pplp li",
     "pack_bf16": "plip",
+    "pack_f32": "plip",
     "multiply_bf16": "ppp lli pi",
+    "multiply_f32": "ppp lli pi",
     "draw_f32": "pli ppp i",
     "use_huge_pages": "pl",
 }
@@ -46,8 +53,11 @@ SIGNATURES = {
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The kernels, built if they haven't been; None where they can't be, or where ROLLOUT_NATIVE=0 forbids them."""
-    if os.environ.get("ROLLOUT_NATIVE") == "0":
+    """The kernels, built if they haven't been; None where they can't be, or where ROLLOUT_NATIVE=0 forbids them.
+
+    A processor without AVX2 (or NEON) is asked before any compiler: the kernels would be slower than torch on it.
+    """
+    if os.environ.get("ROLLOUT_NATIVE") == "0" or instruction_set() is None:
         return None
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -66,16 +76,19 @@ def library() -> ctypes.CDLL | None:
     return kernels
 
 
-def is_fast() -> bool:
-    """Whether the kernels beat torch here: without vectors of 16 floats (AVX-512) they are right, but slow."""
-    kernels = library()
-    return kernels is not None and bool(kernels.has_wide_vectors())
+def instruction_set() -> str | None:
+    """Which of FLAGS_FOR this processor has, by torch's account; None where the kernels aren't made for it."""
+    if platform.machine() in ("aarch64", "arm64"):
+        return "NEON"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return capability if capability in FLAGS_FOR else None
 
 
 def _built(compiler: str) -> Path:
     """The shared library for this source, compiler and machine."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    identity = "\0".join([SOURCE.read_text(), *FLAGS, version, _instruction_set()])
+    flags = [*FLAGS, *FLAGS_FOR[instruction_set() or "AVX2"]]
+    identity = "\0".join([*(source.read_text() for source in SOURCES), *flags, version, _processor()])
     folder = Path(os.environ.get("ROLLOUT_CACHE", "~/.cache/rollout")).expanduser() / "native"
     path = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -83,7 +96,7 @@ def _built(compiler: str) -> Path:
     if not (path.exists() and _is_private(path.lstat())):
         with OwnedFolder("build-", folder) as scratch:
             made = scratch.path / path.name
-            command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+            command = [compiler, *flags, str(SOURCES[0]), "-o", str(made)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=BUILD_TIMEOUT_S)
             made.chmod(0o700)
             made.replace(path)  # at once: another process may be doing the same
@@ -108,7 +121,7 @@ def _make_private(folder: Path) -> None:
         )
 
 
-def _instruction_set() -> str:
+def _processor() -> str:
     """What the processor can do: a cache folder may be shared by machines of several kinds."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -1,20 +1,14 @@
 // The few loops of a decode step that no library has: attention over a paged cache, and what lies between products.
 //
 // Every function computes each row by itself, in an order that depends on the row alone: how rows are tiled, threaded
-// or batched never changes a bit. Vectors are 16 floats wide on every machine; the compiler splits them where it must.
+// or batched never changes a bit. vectors.h has the vectors; tiles are as large as the machine has registers for.
 //
-// Partial softmax: Milakov and Gimelshein, arXiv:1805.02867. exp: Cephes' expf.
+// Partial softmax: Milakov and Gimelshein, arXiv:1805.02867.
 
-#include <algorithm>
+#include "vectors.h"
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
 #include <vector>
 #include <omp.h>
-#ifdef __x86_64__
-#include <immintrin.h>
-#endif
 #ifdef __linux__
 #include <malloc.h>
 #include <sys/mman.h>
@@ -22,151 +16,8 @@
 
 namespace {
 
-constexpr int LANES = 16;
 constexpr int CHUNK = 128;  // positions whose softmax is taken at once; aligned to multiples of it
-typedef float Floats __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint16_t bf16;
-
-inline Floats load(const float* at) { Floats v; std::memcpy(&v, at, sizeof v); return v; }
-inline void store(float* at, Floats v) { std::memcpy(at, &v, sizeof v); }
-inline Floats all(float x) { return Floats{} + x; }
-// a * b + c, rounded once where the processor can. Elsewhere nothing is contracted: see FLAGS.
-inline Floats fused(Floats a, Floats b, Floats c) {
-#if defined(__AVX512F__)
-    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-    float x[LANES], y[LANES], z[LANES];
-    std::memcpy(x, &a, sizeof a); std::memcpy(y, &b, sizeof b); std::memcpy(z, &c, sizeof c);
-#pragma omp simd
-    for (int i = 0; i < LANES; i++) z[i] = __builtin_fmaf(x[i], y[i], z[i]);
-    std::memcpy(&c, z, sizeof c);
-    return c;
-#else
-    return a * b + c;
-#endif
-}
-inline Ints bits(Floats v) { Ints b; std::memcpy(&b, &v, sizeof b); return b; }
-inline Floats floats(Ints b) { Floats v; std::memcpy(&v, &b, sizeof v); return v; }
-
-inline float widen(float x) { return x; }
-inline float widen(bf16 x) { uint32_t b = uint32_t(x) << 16; float f; std::memcpy(&f, &b, 4); return f; }
-inline void narrow(float x, float& to) { to = x; }
-inline void narrow(float x, bf16& to) {  // round to nearest even; NaN stays NaN
-    uint32_t b; std::memcpy(&b, &x, 4);
-    to = x != x ? 0x7fc0 : uint16_t((b + 0x7fff + ((b >> 16) & 1)) >> 16);
-}
-
-inline void store_narrow(float* at, Floats v) { store(at, v); }
-inline void store_narrow(bf16* at, Floats v) {
-    typedef bf16 Halves __attribute__((vector_size(32)));
-    Ints b = bits(v);
-    Ints rounded = (b + 0x7fff + ((b >> 16) & 1)) >> 16;
-    Halves h = __builtin_convertvector(v == v ? rounded : Ints{} + 0x7fc0, Halves);
-    std::memcpy(at, &h, sizeof h);
-}
-
-// The same for numbers that aren't denormal.
-inline void store_normal(float* at, Floats v) { store(at, v); }
-inline void store_normal(bf16* at, Floats v) {
-#ifdef __AVX512BF16__
-    __m256bh h = _mm512_cvtneps_pbh((__m512)v);
-    std::memcpy(at, &h, sizeof h);
-#else
-    store_narrow(at, v);
-#endif
-}
-
-inline Floats load_wide(const float* at) { return load(at); }
-inline Floats load_wide(const bf16* at) {
-    typedef bf16 Halves __attribute__((vector_size(32)));
-    Halves h; std::memcpy(&h, at, sizeof h);
-    return floats(__builtin_convertvector(h, Ints) << 16);
-}
-template <class T> inline Floats rounded(Floats v);  // to T's precision; for numbers
-template <> inline Floats rounded<float>(Floats v) { return v; }
-template <> inline Floats rounded<bf16>(Floats v) {
-    Ints b = bits(v);
-    return floats((b + 0x7fff + ((b >> 16) & 1)) & int32_t(0xffff0000));
-}
-
-inline Floats least(Floats a, Floats b) {  // NaN where b is
-#ifdef __AVX512F__
-    return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
-#else
-    return a < b ? a : b;
-#endif
-}
-inline Floats most(Floats a, Floats b) {
-#ifdef __AVX512F__
-    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
-#else
-    return a > b ? a : b;
-#endif
-}
-
-// A vector folded in half until one number is left.
-template <class Fold4, class Fold> inline float folded(Floats v, Fold4 fold, Fold fold_two) {
-#ifdef __AVX512F__
-    __m512 wide = (__m512)v;
-    __m128 a = fold(_mm512_castps512_ps128(wide), _mm512_extractf32x4_ps(wide, 2));
-    __m128 b = fold(_mm512_extractf32x4_ps(wide, 1), _mm512_extractf32x4_ps(wide, 3));
-    a = fold(a, b);
-    a = fold(a, _mm_movehl_ps(a, a));
-    return fold_two(a[0], a[1]);
-#else
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) v[i] = fold_two(v[i], v[i + half]);
-    return v[0];
-#endif
-}
-inline float sum(Floats v) {
-    return folded(v, [](auto a, auto b) { return a + b; }, [](float a, float b) { return a + b; });
-}
-inline float largest(Floats v) {
-    return folded(v, [](auto a, auto b) { return a > b ? a : b; }, [](float a, float b) { return std::max(a, b); });
-}
-
-inline Floats reduced_exponential(Floats x, Ints& power) {  // exp(x) is what is returned, times 2^power
-    Floats n = fused(x, all(1.44269504f), all(12582912.0f)) - 12582912.0f;
-    Floats r = fused(n, all(-0.693359375f), x);
-    r = fused(n, all(2.12194440e-4f), r);
-    Floats p = all(1.9875691500e-4f);
-    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-        p = fused(p, r, all(c));
-    power = __builtin_convertvector(n, Ints);
-    return fused(p, r * r, r) + 1.0f;
-}
-inline Floats power_of_two(Ints n) { return floats((n + 127) << 23); }
-inline Floats exponential(Floats x) {  // for x <= 88; 0 below exp's smallest normal result
-    Ints none = x < all(-87.0f), power;
-    Floats p = reduced_exponential(none ? all(-87.0f) : x, power);
-    return none ? Floats{} : p * power_of_two(power);
-}
-inline Floats silu(Floats x) {  // x / (1 + exp(-x))
-    Ints power;
-    Floats p = reduced_exponential(least(all(89.5f), -least(all(86.0f), x)), power);  // 1 + exp(-86) is 1, exp(89.5) inf
-    return x / fused(p * power_of_two(power - 1), all(2.0f), all(1.0f));
-}
-
-// Elements come in pairs of neighbours along the sum in bfloat16, one by one in float32: a "word" is such a pair.
-template <class T> constexpr int PER_WORD = sizeof(float) / sizeof(T);
-template <class T> inline void multiply_add(Floats& sum, const T* words, const T* word);
-template <> inline void multiply_add<float>(Floats& sum, const float* words, const float* word) {
-    sum = fused(load(words), all(*word), sum);
-}
-template <> inline void multiply_add<bf16>(Floats& sum, const bf16* words, const bf16* word) {
-    int32_t pair; std::memcpy(&pair, word, 4);
-#ifdef __AVX512BF16__
-    __m512i w = _mm512_loadu_si512(words), p = _mm512_set1_epi32(pair);
-    sum = (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)p);
-#else
-    Ints w; std::memcpy(&w, words, sizeof w);
-    Ints odd = w & int32_t(0xffff0000);
-    sum = fused(floats(odd), floats(Ints{} + int32_t(pair & 0xffff0000)), sum);
-    sum = fused(floats(w << 16), floats(Ints{} + (pair << 16)), sum);
-#endif
-}
+constexpr bool ONE_REGISTER = PARTS == 1;  // AVX-512: 32 of them, each a vector. Elsewhere some 16 vectors' halves
 
 // A layer's cache. Keys lie as [block][kv_head][16 positions][dim word][position][element]: a vector holds 16
 // positions. Values lie as [block][kv_head][position word][value_dim][element]: a vector holds 16 dimensions.
@@ -209,8 +60,8 @@ template <class T> class Tile {
         for (int r = 0; r < count; r++) {
             last = std::max(last, rows[r].seen);
             for (int g = 0; g < groups; g++)
-                std::memcpy(&queries[size_t(r * groups + g) * dim],
-                            query + (kv_head * groups + g) * head_stride + rows[r].token * token_stride, dim * sizeof(T));
+                to_operand(query + (kv_head * groups + g) * head_stride + rows[r].token * token_stride,
+                           &queries[size_t(r * groups + g) * dim], dim);
         }
         plan(kv_head, rows, count, last);
         for (const Run& run : runs) attend(kv_head, rows, run);
@@ -232,9 +83,9 @@ template <class T> class Tile {
     float scaling;
     int window;
     float softcap;
-    std::vector<T> queries;
+    std::vector<Operand<T>> queries;
     std::vector<float> outputs, tops, totals, scores, peaks, sums, partials;
-    std::vector<T> weights;
+    std::vector<Operand<T>> weights;
 
     int blocks_of(const Row& row, int start) const {
         return (std::min(std::max(row.seen - start, 0), CHUNK) + cache.block_size - 1) / cache.block_size;
@@ -312,7 +163,8 @@ template <class T> class Tile {
         for (int p = 0; p < length; p += LANES) {
             const T* keys = cache.key_block(table[p / cache.block_size], kv_head) + lanes_at(p) * cache.key_dim;
             int v = 0;
-            for (; v + 8 <= vectors; v += 8) score_some<8>(keys, base + v, v, p);
+            if (ONE_REGISTER)
+                for (; v + 8 <= vectors; v += 8) score_some<8>(keys, base + v, v, p);
             for (; v + 3 <= vectors; v += 3) score_some<3>(keys, base + v, v, p);
             for (; v < vectors; v++) score_some<1>(keys, base + v, v, p);
         }
@@ -320,43 +172,45 @@ template <class T> class Tile {
     int lanes_at(int p) const { return p % cache.block_size / LANES * LANES; }
     template <int N> inline void score_some(const T* keys, int from, int to, int p) {
         constexpr int W = PER_WORD<T>;
-        Floats even[N] = {}, odd[N] = {};  // two sums: one's latency hides behind the other's
-        const T* q = &queries[size_t(from) * cache.key_dim];
+        Sums<N, 1> even, odd;  // two sums: one's latency hides behind the other's
+        const Operand<T>* q = &queries[size_t(from) * cache.key_dim];
         int d = 0;
         for (; d + 2 * W <= cache.key_dim; d += 2 * W) {
             fetch();
-            for (int i = 0; i < N; i++) multiply_add<T>(even[i], keys + d * LANES, q + i * cache.key_dim + d);
-            for (int i = 0; i < N; i++) multiply_add<T>(odd[i], keys + (d + W) * LANES, q + i * cache.key_dim + d + W);
+            multiply_add(even, keys + d * LANES, 0, q + d, cache.key_dim);
+            multiply_add(odd, keys + (d + W) * LANES, 0, q + d + W, cache.key_dim);
         }
-        if (d < cache.key_dim)
-            for (int i = 0; i < N; i++) multiply_add<T>(even[i], keys + d * LANES, q + i * cache.key_dim + d);
-        for (int i = 0; i < N; i++) store(&scores[size_t(to + i) * CHUNK + p], even[i] + odd[i]);
+        if (d < cache.key_dim) multiply_add(even, keys + d * LANES, 0, q + d, cache.key_dim);
+        UNROLLED for (int i = 0; i < N; i++) store(&scores[size_t(to + i) * CHUNK + p], even.vector(i, 0) + odd.vector(i, 0));
     }
 
     // From scores to exponentials; positions outside [hidden, seen) get weight 0.
     void soften(int v, int seen, int hidden, int length) {
         float* s = &scores[size_t(v) * CHUNK];
         Floats top = all(-INFINITY), total{};
-        const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const Ints lanes = lane_numbers();
         const int plain = hidden ? 0 : seen;  // positions before it are all seen
         for (int p = 0; p < length; p += LANES) {
             Floats x = load(s + p) * scaling;
-            if (softcap != 0)
-                for (int i = 0; i < LANES; i++) x[i] = softcap * std::tanh(x[i] / softcap);
+            if (softcap != 0) {
+                store(s + p, x);
+                for (int i = p; i < p + LANES; i++) s[i] = softcap * std::tanh(s[i] / softcap);
+                x = load(s + p);
+            }
             if (p + LANES > plain) {
                 Ints at = lanes + p;
-                x = ((at < seen) & (at >= hidden)) ? x : all(-INFINITY);
+                x = where((at < all_of<Ints>(seen)) & (at >= all_of<Ints>(hidden)), x, all(-INFINITY));
             }
             top = most(x, top);
             store(s + p, x);
         }
         peaks[v] = largest(top);
         float subtract = std::max(peaks[v], -3.4e38f);
-        T* w = &weights[size_t(v) * CHUNK];
+        Operand<T>* w = &weights[size_t(v) * CHUNK];
         for (int p = 0; p < length; p += LANES) {
             Floats e = exponential(load(s + p) - subtract);
             total += e;
-            store_normal(w + p, e);
+            store_operand<T>(w + p, e);
         }
         sums[v] = sum(total);
     }
@@ -365,32 +219,33 @@ template <class T> class Tile {
     void weigh(int kv_head, const int32_t* table, int length, int base, int vectors) {
         partials.resize(size_t(vectors) * cache.padded);
         int v = 0;
-        for (; v + 4 <= vectors; v += 4) weigh_some<4>(kv_head, table, length, v);
+        if (ONE_REGISTER)
+            for (; v + 4 <= vectors; v += 4) weigh_some<4>(kv_head, table, length, v);
         for (; v + 3 <= vectors; v += 3) weigh_some<3>(kv_head, table, length, v);
         for (; v < vectors; v++) weigh_some<1>(kv_head, table, length, v);
         for (v = 0; v < vectors; v++) fold(base + v, peaks[v], sums[v], &partials[size_t(v) * cache.padded]);
     }
     template <int N> inline void weigh_some(int kv_head, const int32_t* table, int length, int v) {
+        constexpr int WIDE = ONE_REGISTER ? 4 : 2;
         int d = 0;
-        for (; d + 4 * LANES <= cache.padded; d += 4 * LANES) add_up<N, 4>(kv_head, table, length, v, d);
+        for (; d + WIDE * LANES <= cache.padded; d += WIDE * LANES) add_up<N, WIDE>(kv_head, table, length, v, d);
         for (; d < cache.padded; d += LANES) add_up<N, 1>(kv_head, table, length, v, d);
     }
     template <int N, int WIDE>
     inline void add_up(int kv_head, const int32_t* table, int length, int v, int d) {
         constexpr int W = PER_WORD<T>;
-        Floats sums[N][WIDE] = {};
+        Sums<N, WIDE> sums;
         for (int p = 0; p < length; p += cache.block_size) {
             const T* values = cache.value_block(table[p / cache.block_size], kv_head) + d * W;
-            const T* w = &weights[size_t(v) * CHUNK + p];
+            const Operand<T>* w = &weights[size_t(v) * CHUNK + p];
             for (int i = 0, n = std::min(cache.block_size, length - p); i < n; i += W) {
                 fetch();
-                for (int k = 0; k < N; k++)
-                    for (int j = 0; j < WIDE; j++)
-                        multiply_add<T>(sums[k][j], values + int64_t(i) * cache.padded + j * LANES * W, w + k * CHUNK + i);
+                multiply_add(sums, values + int64_t(i) * cache.padded, LANES * W, w + i, CHUNK);
             }
         }
-        for (int k = 0; k < N; k++)
-            for (int j = 0; j < WIDE; j++) store(&partials[size_t(v + k) * cache.padded + d + j * LANES], sums[k][j]);
+        UNROLLED for (int k = 0; k < N; k++)
+            UNROLLED for (int j = 0; j < WIDE; j++)
+                store(&partials[size_t(v + k) * cache.padded + d + j * LANES], sums.vector(k, j));
     }
 
     void fold(int v, float peak, float total, const float* partial) {
@@ -434,25 +289,6 @@ void attend(const T* query, const T* key, const T* value, const int64_t* strides
     }
 }
 
-// Work in whole vectors on a piece that may end within one.
-template <class T, class Work> inline void in_vectors(int count, Work work) {
-    int d = 0;
-    for (; d + LANES <= count; d += LANES) work(d, LANES);
-    if (d < count) work(d, count - d);
-}
-template <class T> inline Floats load_some(const T* at, int count) {
-    if (count == LANES) return load_wide(at);
-    T some[LANES] = {};
-    std::memcpy(some, at, count * sizeof(T));
-    return load_wide(some);
-}
-template <class T> inline void store_some(T* at, Floats v, int count) {
-    if (count == LANES) return store_narrow(at, v);
-    T some[LANES];
-    store_narrow(some, v);
-    std::memcpy(at, some, count * sizeof(T));
-}
-
 // x * cosine + turned(x) * sine, each operation rounded as one of torch's would be.
 template <class T>
 void rotate(const T* from, int64_t head_stride, int64_t token_stride, const T* cosine, const T* sine, T* to, int heads,
@@ -463,7 +299,7 @@ void rotate(const T* from, int64_t head_stride, int64_t token_stride, const T* c
         for (int h = 0; h < heads; h++) {
             const T *x = from + h * head_stride + t * token_stride, *c = cosine + int64_t(t) * dim, *s = sine + int64_t(t) * dim;
             T* y = to + (int64_t(t) * heads + h) * dim;
-            in_vectors<T>(half, [&](int d, int n) {
+            in_vectors(half, [&](int d, int n) {
                 Floats low = load_some(x + d, n), high = load_some(x + half + d, n);
                 store_some(y + d, rounded<T>(low * load_some(c + d, n)) + rounded<T>(-high * load_some(s + d, n)), n);
                 store_some(y + half + d, rounded<T>(high * load_some(c + half + d, n)) + rounded<T>(low * load_some(s + half + d, n)), n);
@@ -476,29 +312,32 @@ template <class T>
 void gate(const T* gates, const T* ups, int64_t stride, T* y, int64_t rows, int n) {
 #pragma omp parallel for if (rows * n > 8192)
     for (int64_t r = 0; r < rows; r++)
-        in_vectors<T>(n, [&](int d, int count) {
+        in_vectors(n, [&](int d, int count) {
             Floats x = load_some(gates + r * stride + d, count);
             store_some(y + r * n + d, rounded<T>(silu(x)) * load_some(ups + r * stride + d, count), count);
         });
 }
 
-// y (rows, n) = x (rows, k) · weight (n, k) + bias: the weight packed as [n / 64][k / 2][64][2].
+// y (rows, n) = x (rows, k) · weight (n, k) + bias. The weight is packed in panels of 64 outputs, each in strips of as many
+// vectors as a tile is wide: [n / 64][strip][k / word][vector of the strip][16][word].
 constexpr int WIDE = 4, PANEL = WIDE * LANES;
-#ifdef __AVX512BF16__
-constexpr int ROWS = 6;  // 6 x 4 vectors of outputs are summed together
-#else
-constexpr int ROWS = 2;  // correct, not fast: see multiplies_bf16
-#endif
+constexpr int STRIP = ONE_REGISTER ? WIDE : 1, STRIPS = WIDE / STRIP;
+constexpr int ROWS = 6;  // 6 x 4 registers of outputs are summed together, or 6 x 2 where there are but 16
 constexpr int CACHED_BYTES = 512 << 10;
 
-void pack(const bf16* weight, int64_t n, int k, bf16* packed) {
+template <class T> inline int64_t packed_at(int k, int d, int vector) {  // of word d and a vector of outputs, in a panel
+    return (int64_t(vector / STRIP) * k + d) * STRIP * LANES + vector % STRIP * LANES * PER_WORD<T>;
+}
+
+template <class T> void pack(const T* weight, int64_t n, int k, T* packed) {
+    constexpr int W = PER_WORD<T>;
 #pragma omp parallel for
     for (int64_t panel = 0; panel < (n + PANEL - 1) / PANEL; panel++)
         for (int j = 0; j < PANEL; j++) {
             int64_t row = panel * PANEL + j;
-            bf16* to = packed + panel * k * PANEL + j * 2;
-            for (int d = 0; d < k; d += 2)
-                for (int i = 0; i < 2; i++) to[d * PANEL + i] = row < n ? weight[row * k + d + i] : 0;
+            T* to = packed + panel * k * PANEL + j % LANES * W;
+            for (int d = 0; d < k; d += W)
+                for (int i = 0; i < W; i++) to[packed_at<T>(k, d, j / LANES) + i] = row < n ? weight[row * k + d + i] : T();
         }
 }
 
@@ -508,57 +347,104 @@ struct Ahead {
     int64_t bytes;
 };
 
-template <int N, class T>
-void multiply_rows(const bf16* x, const bf16* panel, const float* bias, int k, T* y, int64_t n, int width, Ahead ahead) {
-    Floats sums[N][WIDE] = {};
-    int64_t fetched = 0, step = ahead.bytes / (k / 2) + 64;
-    for (int d = 0; d < k; d += 2) {
-        for (int64_t to = std::min(fetched + step, ahead.bytes); fetched < to; fetched += 64)
+// N rows times some neighbouring strips of a panel.
+template <int N, int TOGETHER, class X, class T, class Y>
+inline void multiply_tile(const X* x, const T* panel, const float* bias, int k, Y* y, int64_t n, int width,
+                          int strip, Ahead& ahead) {
+    constexpr int W = PER_WORD<T>, V = STRIP * TOGETHER;
+    Sums<N, V> sums;
+    const T* words = panel + packed_at<T>(k, 0, strip * STRIP);
+    const int64_t apart = STRIP > 1 ? LANES * W : packed_at<T>(k, 0, STRIP);
+    constexpr int STEP = (ONE_REGISTER ? 1 : 16) * W;  // between two looks at what is to be fetched
+    int64_t fetched = 0, share = ahead.bytes / (STRIPS - strip) * TOGETHER, step = (share / (k / W) + 64) * (STEP / W);
+    for (int from = 0; from < k; from += STEP) {
+        for (int64_t to = std::min(fetched + step, share); fetched < to; fetched += 64)
             __builtin_prefetch(ahead.from + fetched, 0, 2);
-        for (int i = 0; i < N; i++)
-            for (int j = 0; j < WIDE; j++)
-                multiply_add<bf16>(sums[i][j], panel + (d / 2 * WIDE + j) * LANES * 2, x + int64_t(i) * k + d);
+        const int end = STEP == W ? from + W : std::min(from + STEP, k);
+        for (int d = from; d < end; d += W)
+            multiply_add(sums, words + int64_t(d) * STRIP * LANES, apart, x + d, int64_t(k));
     }
+    ahead.from += share, ahead.bytes -= share;
+    float results[N][V * LANES];  // out of the registers in one place: else some would be kept in memory in the loop
+    UNROLLED for (int i = 0; i < N; i++)
+        UNROLLED for (int j = 0; j < V; j++) store(results[i] + j * LANES, sums.vector(i, j));
+    const int first = strip * STRIP * LANES;
     for (int i = 0; i < N; i++)
-        for (int j = 0; j < WIDE; j++) {
-            Floats v = sums[i][j] + (bias ? load(bias + j * LANES) : Floats{});
-            if ((j + 1) * LANES <= width) store_narrow(y + i * n + j * LANES, v);
-            else
-                for (int l = j * LANES; l < width; l++) narrow(v[l - j * LANES], y[i * n + l]);
+        for (int j = 0; j < V * LANES && first + j < width; j += LANES) {
+            Floats v = load(results[i] + j) + (bias ? load(bias + first + j) : Floats{});
+            store_some(y + i * n + first + j, v, std::min(width - first - j, LANES));
+        }
+}
+template <int N, class X, class T, class Y>
+void multiply_rows(const X* x, const T* panel, const float* bias, int k, Y* y, int64_t n, int width, Ahead ahead) {
+    constexpr int TOGETHER = N == 1 ? STRIPS : N <= (PER_WORD<T> == 1 ? 3 : 2) ? std::min(STRIPS, 2) : 1;
+    for (int strip = 0; strip < STRIPS; strip += TOGETHER)
+        multiply_tile<N, TOGETHER>(x, panel, bias, k, y, n, width, strip, ahead);
+}
+
+// A packed panel of bfloat16 as one of float32: many rows would widen each word many times.
+void widen_panel(const bf16* panel, int k, float* to) {
+    for (int vector = 0; vector < WIDE; vector++)
+        for (int d = 0; d < k; d += 2) {
+            Ints pairs = load_ints(panel + packed_at<bf16>(k, d, vector));
+            store(to + packed_at<float>(k, d, vector), floats(pairs << 16));
+            store(to + packed_at<float>(k, d + 1, vector), floats(pairs & int32_t(0xffff0000)));
         }
 }
 
-template <class T>
-void multiply(const bf16* x, const bf16* packed, const float* bias, int64_t rows, int64_t n, int k, T* y) {
-    if (rows == 0) return;
-    int64_t panels = (n + PANEL - 1) / PANEL, bytes = int64_t(k) * PANEL * sizeof(bf16);
-    int64_t blocks = (rows * k * int64_t(sizeof(bf16)) + CACHED_BYTES - 1) / CACHED_BYTES;  // of rows that stay in the cache
+template <class T, class Y>
+void multiply_operands(const Operand<T>* x, const T* packed, const float* bias, int64_t rows, int64_t n, int k, Y* y) {
+    int64_t panels = (n + PANEL - 1) / PANEL, bytes = int64_t(k) * PANEL * sizeof(T);
+    int64_t blocks = (rows * k * int64_t(sizeof(*x)) + CACHED_BYTES - 1) / CACHED_BYTES;  // of rows that stay in the cache
     int64_t height = ((rows + blocks - 1) / blocks + ROWS - 1) / ROWS * ROWS;
     blocks = (rows + height - 1) / height;
     int64_t steps = height / ROWS, units = blocks * panels * steps;  // of work: ROWS rows with one panel
+    const bool widened = !std::is_same_v<Operand<T>, T> && rows > 3;
 #pragma omp parallel
     {
         int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         int64_t begin = units * thread / threads, end = units * (thread + 1) / threads;
+        std::vector<float> wide(widened ? k * PANEL : 0);
         for (int64_t from = begin, to; from < end; from = to) {
             int64_t i = from / steps, p = i % panels, first = i / panels * height, last = std::min(first + height, rows);
             to = std::min((i + 1) * steps, end);
-            const bf16* panel = packed + p * k * PANEL;
+            const T* panel = packed + p * k * PANEL;
             const char* next = reinterpret_cast<const char*>(panel) + bytes;
             int64_t share = p + 1 < panels && to < end ? (bytes / (to - from) + 63) / 64 * 64 : 0, done = 0;
             int width = int(std::min<int64_t>(PANEL, n - p * PANEL));
             auto rows_of = [&](auto count, int64_t r, Ahead ahead) {
-                multiply_rows<decltype(count)::value, T>(x + r * k, panel, bias ? bias + p * PANEL : nullptr, k,
-                                                         y + r * n + p * PANEL, n, width, ahead);
+                auto multiply = [&](auto* weights) {
+                    multiply_rows<decltype(count)::value>(x + r * k, weights, bias ? bias + p * PANEL : nullptr, k,
+                                                          y + r * n + p * PANEL, n, width, ahead);
+                };
+                if constexpr (std::is_same_v<Operand<T>, T>) multiply(panel);
+                else if (widened) multiply(wide.data());
+                else if constexpr (decltype(count)::value <= 3) multiply(panel);
             };
+            if constexpr (!std::is_same_v<Operand<T>, T>)
+                if (widened) widen_panel(panel, k, wide.data());
             for (int64_t unit = from; unit < to; unit++, done = std::min(done + share, bytes)) {
                 int64_t r = first + (unit - i * steps) * ROWS, left = std::min<int64_t>(ROWS, last - r);
                 Ahead ahead{next + done, std::min(share, bytes - done)};
                 if (left == ROWS) { rows_of(std::integral_constant<int, ROWS>(), r, ahead); continue; }
+                if (!ONE_REGISTER)
+                    for (; left >= 3; left -= 3, r += 3, ahead.bytes = 0) rows_of(std::integral_constant<int, 3>(), r, ahead);
                 for (; left >= 2; left -= 2, r += 2, ahead.bytes = 0) rows_of(std::integral_constant<int, 2>(), r, ahead);
                 if (left > 0) rows_of(std::integral_constant<int, 1>(), r, ahead);
             }
         }
+    }
+}
+
+template <class T, class Y>
+void multiply(const T* x, const T* packed, const float* bias, int64_t rows, int64_t n, int k, Y* y) {
+    if (rows == 0) return;
+    if constexpr (std::is_same_v<Operand<T>, T>) multiply_operands(x, packed, bias, rows, n, k, y);
+    else {
+        std::vector<Operand<T>> operands(rows * k);
+#pragma omp parallel for if (rows * k > 65536)
+        for (int64_t r = 0; r < rows; r++) to_operand(x + r * k, &operands[r * k], k);
+        multiply_operands(operands.data(), packed, bias, rows, n, k, y);
     }
 }
 
@@ -567,7 +453,8 @@ void multiply(const bf16* x, const bf16* packed, const float* bias, int64_t rows
 template <int width, class T> float sum_of_squares(const T* x, int n) {
     constexpr int LEVELS = 3, WAYS = 4;
     typedef float Eight __attribute__((vector_size(32)));
-    typedef std::conditional_t<width == LANES, Floats, Eight> Some;
+    typedef float Sixteen __attribute__((vector_size(64)));
+    typedef std::conditional_t<width == 16, Sixteen, Eight> Some;
     Some sums[WAYS] = {}, folded[LEVELS][WAYS] = {};
     auto add = [&](int way, int vector) {
         float some[width];
@@ -601,7 +488,7 @@ void normalize(const T* x, const T* weight, float epsilon, T* y, int64_t rows, i
 #pragma omp parallel for if (rows * n > 16384)
     for (int64_t r = 0; r < rows; r++) {
         float scale = 1.0f / std::sqrt(sum_of_squares<width>(x + r * n, n) / n + epsilon);
-        in_vectors<T>(n, [&](int d, int count) {
+        in_vectors(n, [&](int d, int count) {
             Floats normal = rounded<T>(load_some(x + r * n + d, count) * scale);
             store_some(y + r * n + d, load_some(weight + d, count) * normal, count);
         });
@@ -635,12 +522,12 @@ void draw(const float* logits, int64_t stride, int vocab, const float* temperatu
 #pragma omp for schedule(dynamic)
         for (int r = 0; r < rows; r++) {
             Floats tops = all(-INFINITY);
-            in_vectors<float>(vocab, [&](int d, int n) {
+            in_vectors(vocab, [&](int d, int n) {
                 Floats x = load_some(logits + r * stride + d, n);
-                x = x == x ? x : all(-INFINITY);
-                x = x == all(INFINITY) ? all(1e30f) : x;
+                x = where(x == x, x, all(-INFINITY));
+                x = where(x == all(INFINITY), all(1e30f), x);
                 if (temperatures[r] != 1) x = x / temperatures[r];
-                for (int i = n; i < LANES; i++) x[i] = -INFINITY;
+                if (n < LANES) x = where(lane_numbers() < all_of<Ints>(n), x, all(-INFINITY));
                 tops = most(x, tops);
                 store(&scaled[d], x);
             });
@@ -686,10 +573,15 @@ void draw(const float* logits, int64_t stride, int vocab, const float* temperatu
 BOTH(EXPORT)
 
 extern "C" void pack_bf16(const bf16* w, int64_t n, int k, bf16* packed) { pack(w, n, k, packed); }
+extern "C" void pack_f32(const float* w, int64_t n, int k, float* packed) { pack(w, n, k, packed); }
 extern "C" void multiply_bf16(const bf16* x, const bf16* packed, const float* bias, int64_t rows, int64_t n, int k,
                               void* y, int rounded) {
     if (rounded) multiply(x, packed, bias, rows, n, k, static_cast<bf16*>(y));
     else multiply(x, packed, bias, rows, n, k, static_cast<float*>(y));
+}
+extern "C" void multiply_f32(const float* x, const float* packed, const float* bias, int64_t rows, int64_t n, int k,
+                             void* y, int) {
+    multiply(x, packed, bias, rows, n, k, static_cast<float*>(y));
 }
 extern "C" void draw_f32(const float* logits, int64_t stride, int vocab, const float* temperatures,
                          const double* uniforms, int64_t* tokens, int rows) {
@@ -698,20 +590,10 @@ extern "C" void draw_f32(const float* logits, int64_t stride, int vocab, const f
 extern "C" void gate_bf16(const bf16* gates, const bf16* ups, int64_t stride, bf16* y, int64_t rows, int n) {
     gate(gates, ups, stride, y, rows, n);
 }
-extern "C" int has_wide_vectors() {  // whether a vector of 16 floats is one register: else torch is faster
-#ifdef __AVX512F__
-    return 1;
-#else
-    return 0;
-#endif
-}
-extern "C" int multiplies_bf16() {  // whether the processor does: else a library's product is faster
-#ifdef __AVX512BF16__
-    return 1;
-#else
-    return 0;
-#endif
-}
+// Whether the products here are faster than a library's: with AVX-512 those in float32, and in bfloat16 those of
+// processors that don't multiply it, are left to the library.
+extern "C" int multiplies_bf16() { return MULTIPLIES_BF16 || !ONE_REGISTER; }
+extern "C" int multiplies_f32() { return !ONE_REGISTER; }
 
 // Huge pages for what is read from end to end every step: with small ones, half of the time goes to finding them.
 extern "C" void use_huge_pages(void* at, int64_t bytes) {
