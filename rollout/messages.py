@@ -9,6 +9,12 @@ import msgspec
 from rollout.outputs import RoutingShape, TokenOutput
 from rollout.sampling.params import SamplingParams
 
+LATENCY_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+"""Of the histograms of whole requests, in seconds: vLLM's."""
+
 SleepTag = Literal["weights", "kv_cache"]
 SLEEP_TAGS: tuple[SleepTag, ...] = get_args(SleepTag)
 """What an engine gives the memory of back while it sleeps."""

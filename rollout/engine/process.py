@@ -287,6 +287,9 @@ class EngineProcess:
             **engine.stats,
             "staleness": {str(behind): count for behind, count in engine.staleness.items()},
             "weight_updates": engine.weights.totals,
+            "waits": engine.scheduler.waits,
+            "waited_s": engine.scheduler.waited_s,
+            "halted": engine.halted,
         }
 
     def _call_reset_prefix_cache(self, call: Call) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ class Request:
 
     `max_tokens` is what the request and the model's length leave room for. Of several `eos_token_ids` the first ends a
     sequence with stop reason None, another with its id. `prompt_is_finite`: no logits of prompt rows have held NaN.
+    `waits_since` is None once it has been scheduled.
     """
 
     request_id: str
@@ -40,6 +42,7 @@ class Request:
     prompt_logprobs_delivered: bool = False
     prompt_is_finite: bool = True
     sequences: dict[int, Sequence] = field(default_factory=dict)
+    waits_since: float | None = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         self.filters = RequestFilters(

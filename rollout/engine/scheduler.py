@@ -10,6 +10,7 @@ from it, and all sample from the same row of logits, be they of one request or o
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ import numpy as np
 from rollout.config import KVPolicy
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.request import PromptKey, Request, Sequence
+from rollout.messages import LATENCY_BUCKETS
 
 
 @dataclass(slots=True)
@@ -88,6 +90,7 @@ class Scheduler:
         self._free_seats = list(reversed(range(max_num_seqs)))
         self.epoch = 0
         self.counters: Counter[str] = Counter()
+        self.waits, self.waited_s = [0] * (len(LATENCY_BUCKETS) + 1), 0.0  # counts by bucket, and their sum
 
     # -- sequences come and go
 
@@ -249,12 +252,19 @@ class Scheduler:
             sequence.prefix_node = matched[-1].node if matched else None
             if not sequence.output_len:
                 sequence.cached_tokens = hit
+            self._note_wait(sequence.request)
             self.counters["prefix_query_tokens"] += len(sequence.token_ids)
             self.counters["prefix_hit_tokens"] += hit
             self._append(step, sequence, count, reserved=False)
             coming.add(self.kv.coming_edge(sequence, self.epoch))
             prompts.add(prompt)
         return twins
+
+    def _note_wait(self, request: Request) -> None:
+        if request.waits_since is not None:
+            waited, request.waits_since = time.monotonic() - request.waits_since, None
+            self.waits[bisect_left(LATENCY_BUCKETS, waited)] += 1
+            self.waited_s += waited
 
     def _chunk(self, sequence: Sequence, start: int) -> int:
         """How many tokens of a prefilling sequence, from `start` on, fit into this step."""
@@ -291,6 +301,7 @@ class Scheduler:
                 return  # it keeps its place, and will find the prompt in the prefix cache
             _take_out(self.waiting, twin)
             twin.cached_tokens = twin.prompt_len
+            self._note_wait(twin.request)
             self.counters["prefix_query_tokens"] += twin.prompt_len
             self.counters["prefix_hit_tokens"] += twin.prompt_len
             self._fork_siblings(step, end, twin)

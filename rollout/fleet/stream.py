@@ -16,6 +16,8 @@ PROMPT_DISCOUNT = 4
 class StreamSource(Protocol):
     """What a stream asks of the engine that serves it (see EngineClient)."""
 
+    rank: int
+
     def close_stream(self, stream: RequestStream) -> None:
         """Forget a request, and abort it in the engine if it still runs there."""
 

@@ -60,7 +60,12 @@ class ServerContext:
     @cached_property
     def metrics(self) -> Metrics:
         """What /metrics says."""
-        return Metrics(self.model_name)
+        model, config = self.model, self.engine_config
+        cache = {
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+        }
+        return Metrics(self.model_name, model, cache)
 
     def check_accepting(self, choices: int) -> None:
         """Raise a 503 where a request of so many choices can't be taken now: no engine or no weights, an abort or wait

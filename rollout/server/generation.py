@@ -16,6 +16,7 @@ from rollout.messages import AddRequest
 from rollout.outputs import FinishReason, KVState, RoutingShape, TokenOutput, WeightVersionSpan, mask_ids
 from rollout.sampling.params import SamplingParams
 from rollout.server.context import ServerContext
+from rollout.server.latency import RequestClock
 from rollout.server.text.detokenizer import TextReader, Vocabulary
 from rollout.server.wire.answer import Answer, Delta
 
@@ -164,6 +165,7 @@ class Generation(Answer):
         ]
 
     def __enter__(self) -> Self:
+        self._clock = RequestClock(self._server.metrics.histograms)
         self._stream = self._server.engine.submit(self._request, self._rank)
         self._begin(self._stream.restarts)
         return self
@@ -173,6 +175,8 @@ class Generation(Answer):
     ) -> None:
         assert self._stream is not None
         self._stream.__exit__(kind, error, traceback)
+        if self.completion_tokens:
+            self._clock.end(self._stream.client.rank, self.prompt_tokens, self.completion_tokens, self.n)
 
     def __aiter__(self) -> Self:
         return self
@@ -197,6 +201,7 @@ class Generation(Answer):
         assert self._stream is not None, "enter the generation first"
         touched: dict[int, ChoiceReader] = {}
         outputs = await anext(self._stream)
+        self._clock.read(self._stream.client.rank, outputs)
         if self._stream.restarts != self._restarts:
             self._begin(self._stream.restarts)
         for output in outputs:

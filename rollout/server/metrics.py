@@ -8,6 +8,9 @@ from typing import Any, TypeVar
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from rollout.messages import LATENCY_BUCKETS, EngineReady
+from rollout.server.latency import Histograms, buckets
+
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 # vLLM's: `engine` is the data-parallel rank.
@@ -30,12 +33,15 @@ _GAUGES = {
 
 
 class Metrics:
-    """The series of one server. All but the refusals are read off the engine at each scrape."""
+    """The series of one server. All but refusals and latencies are read off the engine at each scrape.
+
+    `cache` are settings of the KV cache, which become labels, beside what `model` and the engine say of it.
+    """
 
     content_type = CONTENT_TYPE_LATEST
 
-    def __init__(self, model_name: str) -> None:
-        self._model = model_name
+    def __init__(self, model_name: str, model: EngineReady, cache: Mapping[str, object]) -> None:
+        self._model, self._facts, self._cache = model_name, model, cache
         self._registry = CollectorRegistry(auto_describe=True)
         self._refusals = Counter(
             "rollout:weight_call_refusals",
@@ -43,6 +49,7 @@ class Metrics:
             ["model_name", "call", "status"],
             registry=self._registry,
         )
+        self.histograms = Histograms()
 
     def refused(self, call: str, status: int) -> None:
         """Count a weight call that was answered with this HTTP error."""
@@ -51,6 +58,7 @@ class Metrics:
     def render(self, stats: dict[int, dict[str, Any]], restarts: dict[int, int]) -> bytes:
         """The exposition text, from the `stats` of the engines that live and the `restarts` of all, by rank."""
         families = [*self._registry.collect(), *self._read(stats), *self._life(stats, restarts)]
+        families += self.histograms.families(self._model, _LABELS, restarts)
         return generate_latest(_Families(families))
 
     def _read(self, stats: dict[int, dict[str, Any]]) -> Iterator[Metric]:
@@ -62,10 +70,31 @@ class Metrics:
             yield self._each(GaugeMetricFamily(name, help, labels=_LABELS), {r: s[key] for r, s in stats.items()})
         usage = GaugeMetricFamily("vllm:kv_cache_usage_perc", "Share of blocks in use, 0 to 1.", labels=_LABELS)
         yield self._each(usage, {r: 1 - s["free_blocks"] / s["num_blocks"] for r, s in stats.items()})
+        yield from self._waiting(stats)
         yield self._sleep(stats)
         yield self._finished(stats)
         yield from self._updates(stats)
         yield self._staleness(stats)
+
+    def _waiting(self, stats: dict[int, dict[str, Any]]) -> Iterator[Metric]:
+        help = (
+            "Sequences that wait: for seats, tokens or blocks (capacity), or for an engine that is halted (deferred)."
+        )
+        reasons = GaugeMetricFamily("vllm:num_requests_waiting_by_reason", help, labels=[*_LABELS, "reason"])
+        help = "Seconds that requests waited before they were first scheduled."
+        queue = HistogramMetricFamily("vllm:request_queue_time_seconds", help, labels=_LABELS)
+        help = "The KV cache, in the labels; always 1."
+        sizes = ("block_size", "num_gpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency")
+        cache = GaugeMetricFamily("vllm:cache_config_info", help, labels=[*_LABELS, *sizes, *self._cache])
+        for rank, counted in stats.items():
+            labels = [self._model, str(rank)]
+            for reason, halted in (("capacity", False), ("deferred", True)):
+                reasons.add_metric([*labels, reason], counted["waiting"] * (counted["halted"] == halted))
+            queue.add_metric(labels, buckets(LATENCY_BUCKETS, counted["waits"]), counted["waited_s"])
+            block, blocks = self._facts.block_size, counted["num_blocks"]
+            told = (block, blocks, block * blocks, block * blocks / self._facts.max_model_len, *self._cache.values())
+            cache.add_metric([*labels, *map(str, told)], 1)
+        yield from (reasons, queue, cache)
 
     def _life(self, stats: dict[int, dict[str, Any]], restarts: dict[int, int]) -> Iterator[Metric]:
         up = GaugeMetricFamily("rollout:engine_up", "1 while the engine serves, else 0.", labels=_LABELS)

@@ -67,11 +67,11 @@ class ModelConfig:
         return int(json.loads((Path(self.model) / "config.json").read_text())["vocab_size"])
 
 
-def get_tokenizer(name: str, **_: Any) -> Any:
+def get_tokenizer(tokenizer_name: str, **_: Any) -> Any:
     """Transformers' tokenizer."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name)
+    return AutoTokenizer.from_pretrained(tokenizer_name)
 
 
 def get_open_port() -> int:

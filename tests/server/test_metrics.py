@@ -117,6 +117,22 @@ def test_what_was_done_is_what_is_counted(client: RolloutClient) -> None:
     assert after["rollout:weight_call_refusals_total", "finish_weight_update", "409"] == 1
     assert after["rollout:token_staleness_count",] == sum(stale.values())
     assert after["rollout:token_staleness_sum",] == sum(behind * n for behind, n in stale.items()) > 0
+    assert after["vllm:time_to_first_token_seconds_count",] == after["vllm:e2e_request_latency_seconds_count",] == 3
+    assert after["vllm:request_queue_time_seconds_count",] == after["vllm:request_params_n_count",] == 3
+    assert after["vllm:inter_token_latency_seconds_count",] == generated - 5  # but for each choice's first
+    assert after["vllm:request_generation_tokens_sum",] == generated
+    assert after["vllm:request_prompt_tokens_sum",] == prompts
+    assert after["vllm:request_params_n_bucket", "1.0"] == 1
+    for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time"):
+        counts = [value for key, value in after.items() if key[0] == f"vllm:{name}_seconds_bucket"]
+        assert counts == sorted(counts)
+        assert counts[-1] == after[f"vllm:{name}_seconds_count",]
+    assert 0 < after["vllm:time_to_first_token_seconds_sum",] < after["vllm:e2e_request_latency_seconds_sum",]
+    (cache,) = [key[1:] for key in after if key[0] == "vllm:cache_config_info"]
+    concurrency, tokens, blocks = map(float, cache[3:])  # labels come in the order of their names
+    assert cache[:3] == ("16", "True", "0.9")
+    assert blocks == 101
+    assert (tokens, concurrency) == (16 * blocks, 16 * blocks / client.models()[0]["max_model_len"])
     for top in (0, 1, 2):
         assert after["rollout:token_staleness_bucket", f"{top}.0"] == sum(n for b, n in stale.items() if b <= top)
 
@@ -127,6 +143,9 @@ def test_requests_that_wait_are_counted(client: RolloutClient) -> None:
     reader = threading.Thread(target=lambda: list(events))
     reader.start()
     eventually(lambda: scrape(client)["vllm:num_requests_waiting",] == 1)
+    paused = scrape(client)
+    assert paused["vllm:num_requests_waiting_by_reason", "deferred"] == 1
+    assert paused["vllm:num_requests_waiting_by_reason", "capacity"] == 0
     client.resume()
     reader.join(20)
     assert scrape(client)["vllm:num_requests_waiting",] == 0
