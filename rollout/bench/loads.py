@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trainer_bridge.client import RolloutClient, RolloutError
 
@@ -18,7 +19,8 @@ class Load:
     """`requests` at once, each of `n` samples of exactly `max_tokens` tokens; each prompt is sent `repeat` times.
 
     Prompts have between `shortest` and `longest` tokens, spread evenly over their logarithm. `stream`: answers come as
-    server-sent events, which also tell the time to the first token.
+    server-sent events, which also tell the time to the first token. `schema`: answers follow it, which can't end before
+    `max_tokens`.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Load:
     max_tokens: int
     stream: bool = False
     repeat: int = 1
+    schema: dict[str, Any] | None = None
 
     @property
     def output_tokens(self) -> int:
@@ -55,6 +58,9 @@ class Load:
         return [prompt for prompt in different for _ in range(self.repeat)]
 
 
+_PERSON = {"name": {"type": "string"}, "age": {"type": "integer"}, "kind": {"enum": ["home", "work"]}}
+_PEOPLE = {"type": "array", "minItems": 999, "items": {"type": "object", "properties": _PERSON, "required": [*_PERSON]}}
+
 LOADS = {
     load.name: load
     for load in (
@@ -65,6 +71,7 @@ LOADS = {
         Load("few", "32 requests, 32 to 3968 -> 128", 32, 1, 32, 3968, 128),
         Load("many", "256 requests, 32 to 3968 -> 128", 256, 1, 32, 3968, 128),
         Load("json", "64 requests, 16 -> 128, whole answers", 64, 1, 16, 16, 128),
+        Load("schema", "64 requests, 16 -> 128, whole answers under a JSON schema", 64, 1, 16, 16, 128, schema=_PEOPLE),
         Load("sse", "64 requests, 16 -> 128, streamed", 64, 1, 16, 16, 128, stream=True),
     )
 }

@@ -159,7 +159,8 @@ async def run_round(
 
 
 def _params(load: Load) -> dict[str, Any]:
-    return {"max_tokens": load.max_tokens, "n": load.n, "temperature": 1.0, "ignore_eos": True}
+    lasting = {"ignore_eos": True} if load.schema is None else {"structured_outputs": {"json": load.schema}}
+    return {"max_tokens": load.max_tokens, "n": load.n, "temperature": 1.0, **lasting}
 
 
 async def _whole(client: AsyncRolloutClient, load: Load, prompt: Sequence[int]) -> None:

@@ -136,7 +136,7 @@ def load(
         list[str] | None,
         typer.Option(
             "--load",
-            help="Run this load: grpo, singles, single, group (these four by default), few, many, json or sse. "
+            help="Run this load: grpo, singles, single, group (these four by default), few, many, json, schema or sse. "
             "May be repeated.",
         ),
     ] = None,

@@ -16,9 +16,12 @@ from typer.testing import CliRunner
 from rollout.bench.loads import DEFAULT_LOADS, LOADS, Load, ServerInfo, choose, inspect
 from rollout.bench.measure import Comparison, Result, Round, compare
 from rollout.cli.bench import bench
+from rollout.sampling.grammar import GrammarCompiler, as_grammar, next_tokens
+from rollout.sampling.params import StructuredOutputsParams
 from tests.support import tiny_models
 from tests.support.foreign_server import ForeignServer, counting, foreign_server
 from tests.support.server_harness import running_server
+from tests.support.tiny_tokenizers import of_tiny_models
 
 SERVER = ServerInfo("http://a", None, "m", "1", 4096, 100)
 
@@ -221,3 +224,14 @@ def test_commands_may_be_written_as_flags(command: str) -> None:
     ]
     assert helps[0] == helps[1]
     assert f" {command} [OPTIONS]" in helps[0]
+
+
+def test_the_schema_of_a_load_is_served_and_cannot_end_early() -> None:
+    schema = LOADS["schema"].schema
+    assert schema is not None
+    grammar = as_grammar(StructuredOutputsParams(json=schema))
+    state = GrammarCompiler(of_tiny_models(), 256, [1]).compile(grammar).begin()
+    for token in json.dumps([{"name": "a", "age": 1, "kind": "home"}] * 20)[:-1].encode():
+        state.append(token)
+    assert state.error is None
+    assert not next_tokens([state], 256)[0, 0] & 2  # EOS
