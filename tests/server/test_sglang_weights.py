@@ -21,13 +21,13 @@ from tests.support import tiny_models
 from tests.support.engine_utils import TOLERANCE, prompt
 from tests.support.push_reference import as_stamped
 from tests.support.server_harness import RunningServer, running_server
-from tests.support.sglang_trainer import SglangTrainer, parts
+from tests.support.sglang_trainer import SglangTrainer, lengthen, parts
 from tests.support.wait import eventually
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "num_threads": 1,
-    "num_gpu_blocks_override": 256,
+    "num_gpu_blocks_override": 1200,
     "enable_sleep_mode": True,
 }
 LAST = "model.norm.weight"
@@ -85,7 +85,7 @@ class World:
 
 @contextmanager
 def world(tmp_path_factory: pytest.TempPathFactory, size: int = 1, **config: Any) -> Iterator[World]:
-    path = tiny_models.build("llama", tmp_path_factory.mktemp("served"))
+    path = lengthen(tiny_models.build("llama", tmp_path_factory.mktemp("served")))
     settings = ServerConfig(served_model_name="tiny", tokens_only=True, **config)
     policy: Any = {"kv_policy": "recompute"}
     with running_server(settings, model=str(path), target=run_engine, size=size, **OPTIONS, **policy) as server:
@@ -114,7 +114,7 @@ def running(world: World, ids: list[int], **more: Any) -> Iterator[Future[dict[s
     """A long request, of which something has been sampled."""
     sampled = world.sampled
     with ThreadPoolExecutor(1) as pool:
-        made = pool.submit(world.generate, ids, 4000, **more)
+        made = pool.submit(world.generate, ids, 15_000, **more)
         eventually(lambda: world.sampled > sampled + 3, 60)
         yield made
         world.http.post("/abort_request", json={"abort_all": True})
