@@ -20,6 +20,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 REFUSALS = re.compile(
@@ -114,6 +115,18 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 sys.meta_path.insert(0, Finder())
+
+
+def _raise_for_status(response: httpx.Response, check: Any = httpx.Response.raise_for_status) -> httpx.Response:
+    """As httpx does, with what the server said."""
+    try:
+        return check(response)  # type: ignore[no-any-return]
+    except httpx.HTTPStatusError as error:
+        error.args = (f"{error.args[0]} {response.text}",)
+        raise
+
+
+httpx.Response.raise_for_status = _raise_for_status  # type: ignore[method-assign]
 
 
 def command(model: str, flags: list[str]) -> list[str]:
