@@ -254,7 +254,6 @@ def test_on_a_processor_that_the_kernels_are_not_made_for_no_compiler_is_run(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On one without AVX-512 they used to be compiled, for some 12 s, to be asked whether it has it."""
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "DEFAULT")
     ran: list[object] = []
     monkeypatch.setattr(subprocess, "run", lambda *command, **_: ran.append(command))
@@ -270,7 +269,6 @@ def test_on_a_processor_that_the_kernels_are_not_made_for_no_compiler_is_run(
 def test_the_flags_follow_what_torch_finds_the_processor_to_have(
     set_of: str, wide: bool, fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: set_of)
     commands: list[list[str]] = []
 

@@ -29,7 +29,7 @@ FLAGS = ["-O3", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "-Wno-psabi", "-ff
 BUILD_TIMEOUT_S = 120
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """The dtypes that the kernels know, and what their names end in."""
-FLAGS_FOR = {"AVX512": ["-march=native"], "AVX2": ["-march=native", "-mno-avx512f"], "NEON": ["-mcpu=native"]}
+FLAGS_FOR = {"AVX512": ["-march=native"], "AVX2": ["-march=native", "-mno-avx512f"]}
 """By instruction set, the flags that decide how wide vectors are. `ATEN_CPU_CAPABILITY=avx2` has an AVX-512 processor
 taken for one of AVX2, by torch and here."""
 TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
@@ -55,7 +55,7 @@ SIGNATURES = {
 def library() -> ctypes.CDLL | None:
     """The kernels, built if they haven't been; None where they can't be, or where ROLLOUT_NATIVE=0 forbids them.
 
-    A processor without AVX2 (or NEON) is asked before any compiler: the kernels would be slower than torch on it.
+    A processor without AVX2 is asked before any compiler: the kernels would be slower than torch on it.
     """
     if os.environ.get("ROLLOUT_NATIVE") == "0" or instruction_set() is None:
         return None
@@ -78,8 +78,6 @@ def library() -> ctypes.CDLL | None:
 
 def instruction_set() -> str | None:
     """Which of FLAGS_FOR this processor has, by torch's account; None where the kernels aren't made for it."""
-    if platform.machine() in ("aarch64", "arm64"):
-        return "NEON"
     capability = torch.backends.cpu.get_cpu_capability()
     return capability if capability in FLAGS_FOR else None
 
