@@ -166,6 +166,7 @@ class ServerConfig:
         "Without a key, also serve web pages of this host, and requests that call the server by this name; may be "
         "repeated; * allows all. Default: its own pages and, on a loopback address, loopback names only.",
     )
+    live_answers: bool = flag(False, "Show the text of the last answer on the page at /, to all who may open it.")
     max_queued_requests: int = flag(
         MAX_QUEUED, "Queue at most this many choices beyond --max-num-seqs; a request for more gets a 503."
     )

@@ -171,6 +171,10 @@ class LLM:
         """The weights that serve, as `RolloutClient.weight_info` tells: `weight_version`, `epoch`, `last_error` …"""
         return self._engine.weights.call("weight_info", {}).result(_WAKE_S)
 
+    def stats(self) -> dict[str, int]:
+        """The engine's counters since its start, and what is in use now: what /metrics is made of."""
+        return dict(self._engine.stats)
+
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer. Raises ValueError where the model has none."""
         if self._vocabulary is None:
@@ -222,7 +226,7 @@ class LLM:
             bad_words_token_ids=bad_words,
             priority=body.priority,
             cache_salt=body.cache_salt,
-            return_sampling_mask=self._options.return_sampling_mask,
+            return_sampling_mask=self._options.return_sampling_mask or body.wants_sampling_mask,
             grammar=grammar,
         )
         answer = Answer(message.request_id, self.config.model, body.token_ids, vocabulary, len(body.token_ids))

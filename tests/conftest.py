@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,9 @@ def smollm2() -> Path:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests marked `gpu` where there is none."""
-    if torch.cuda.is_available():
-        return
-    without = [item for item in items if item.get_closest_marker("gpu")]
-    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """Deselect the tests marked `gpu` or `chromium` where there is none."""
+    found = {"gpu": torch.cuda.is_available(), "chromium": shutil.which("chromium") is not None}
+    lacking = [name for name, there in found.items() if not there]
+    without = [item for item in items if any(map(item.get_closest_marker, lacking))]
+    items[:] = [item for item in items if item not in without]
     config.hook.pytest_deselected(items=without)

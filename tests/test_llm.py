@@ -140,6 +140,8 @@ def test_text_is_answered_in_text_and_stop_strings_end_it(llm: rollout.LLM) -> N
     )
     assert cut.raw["choices"][0]["text"] == text[: text.index(printable)]
     assert (cut.choices[0].finish_reason, cut.choices[0].stop_reason) == ("stop", printable)
+    (chosen,) = llm.generate("Say something", {"structured_outputs": {"choice": ["aye"]}})
+    assert chosen.raw["choices"][0]["text"] == "aye"
 
 
 def test_an_iterator_that_is_closed_ends_its_request(llm: rollout.LLM) -> None:

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from rollout.cli.preflight import check_packages
+
 
 def demo(
     output: Annotated[
@@ -21,6 +23,12 @@ def demo(
     ] = None,
 ) -> None:
     """Train a real language model by asynchronous GRPO against a live server, on the CPU, in minutes."""
+    fetched = {} if model else {"gguf": "to read the model that is fetched", "accelerate": "likewise"}
+    try:
+        check_packages("gguf", "wandb", **fetched, matplotlib="to draw reward.png")
+    except ValueError as error:
+        typer.echo(f"rollout: {error}", err=True)
+        raise typer.Exit(1) from None
     from rich.console import Console
 
     from rollout.demo.loop import run

@@ -7,6 +7,7 @@ Imported again by the engine process as it starts, so it imports nothing slow.
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,6 +101,8 @@ def serve(
 
 def main() -> None:
     """The entry point of the `rollout` script."""
+    if sys.platform == "win32":
+        sys.exit("rollout: Windows can't run it; WSL 2 can: `wsl --install`, then install and start rollout in there")
     for name in COMMANDS:
         command = getattr(importlib.import_module(f"rollout.cli.{name}"), name)
         if isinstance(command, typer.Typer):

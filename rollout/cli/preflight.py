@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from collections.abc import Collection
@@ -57,6 +58,14 @@ def check_model(config: EngineConfig) -> None:
         raise ValueError(f"{config.model} doesn't exist: MODEL is a transformers folder, a .gguf file or a hub id")
     else:
         _check_hub(config.model)
+
+
+def check_packages(*extras: str, **needed: str) -> None:
+    """Raise ValueError where a package that a command needs isn't installed; `needed`: what each is for, by name."""
+    lacking = [name for name in needed if importlib.util.find_spec(name) is None]
+    if lacking:
+        what = ", ".join(f"{name} ({needed[name]})" for name in lacking)
+        raise ValueError(f"this needs {what}: pip install '.[{','.join(extras)}]' in a clone of the sources")
 
 
 def has_tokenizer(model: str) -> bool:

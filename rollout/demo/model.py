@@ -28,7 +28,7 @@ def fetch_smollm2(cache_dir: Path | None = None) -> Path:
     16-bit minimum, which no 16-bit float holds exactly. The folder appears by one rename, so processes that race here
     do no harm. Raises RuntimeError where the download fails.
     """
-    cache = cache_dir or Path(os.environ.get("ROLLOUT_CACHE") or Path.home() / ".cache" / "rollout")
+    cache = cache_dir or Path(os.environ.get("ROLLOUT_CACHE") or "~/.cache/rollout").expanduser()
     folder = cache / FOLDER
     if folder.is_dir():
         return folder

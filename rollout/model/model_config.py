@@ -28,7 +28,7 @@ def cpu_multiplies_bf16() -> bool:
         return True
     if platform.machine() in ("x86_64", "AMD64"):
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def resolve_dtype(config: EngineConfig, model_config: PretrainedConfig, device: torch.device) -> torch.dtype:

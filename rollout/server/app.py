@@ -8,7 +8,7 @@ from fastapi import FastAPI
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.fleet import Fleet
-from rollout.server.api import control, generate, render, sglang, skyrl, sleep, tokenize, weights
+from rollout.server.api import control, generate, pages, render, sglang, skyrl, sleep, tokenize, weights
 from rollout.server.auth import PROBES, BearerAuth, SiteGuard, api_keys, is_loopback
 from rollout.server.context import ServerContext
 from rollout.server.errors import install_error_handlers
@@ -20,7 +20,7 @@ from rollout.version import __version__
 
 def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig) -> FastAPI:
     """The app that serves these engines, which must be ready; its state is `app.state.server`. Needs a running loop."""
-    app = FastAPI(title="rollout", version=__version__)
+    app = FastAPI(title="rollout", version=__version__, docs_url=None, redoc_url=None)
     tokenizer = BackgroundTokenizer(
         config.tokenizer or engine_config.model,
         enabled=not (config.tokens_only or config.skip_tokenizer_init),
@@ -28,6 +28,7 @@ def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig)
     )
     server = app.state.server = ServerContext(engine, engine_config, config, tokenizer)
     engine.max_queued = config.max_queued_requests
+    app.include_router(pages.router)
     app.include_router(control.router)
     app.include_router(weights.router)
     app.include_router(sglang.router)
@@ -45,7 +46,7 @@ def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig)
     open_paths = PROBES | ({"/abort_requests"} if config.tokens_only else set())
     keys = api_keys(config.api_key)
     if keys:
-        app.add_middleware(BearerAuth, keys=keys, open_paths=open_paths)
+        app.add_middleware(BearerAuth, keys=keys, open_paths=open_paths, pages=pages.PAGES)
     else:
         app.add_middleware(SiteGuard, allowed=config.allowed_hosts, loopback=is_loopback(config.host))
     app.add_middleware(

@@ -5,6 +5,8 @@ Every path is guarded but the liveness probes; keys are compared in constant tim
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import hashlib
 import hmac
 import ipaddress
@@ -19,6 +21,7 @@ from rollout.server.errors import ApiError, error_response
 
 PROBES = frozenset({"/health", "/liveness", "/ping"})
 _MAX_SHOWN = 200
+_PASSWORD = 'Basic realm="rollout: any name, and the API key as password", charset="UTF-8"'
 ENVIRONMENT = ("ROLLOUT_API_KEY", "VLLM_API_KEY")
 
 
@@ -30,36 +33,48 @@ def api_keys(flags: Sequence[str], environment: Mapping[str, str] = os.environ) 
 class BearerAuth:
     """ASGI middleware: answers 401 to a request without one of `keys`, unless its path is in `open_paths`.
 
-    The key is a bearer token, or an `x-api-key` header as Anthropic's clients send it.
+    The key is a bearer token, or an `x-api-key` header as Anthropic's clients send it; where one of `pages` is read,
+    also the password (RFC 7617) that a browser asks its user for. A browser adds that to whatever any site sends here,
+    so it counts nowhere else.
 
     Whether the request carried a key is left in `request.state.authenticated` (true where no key is configured), for
     the one open path that does less without it.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str] = PROBES) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        open_paths: Collection[str] = PROBES,
+        pages: Collection[str] = (),
+    ) -> None:
         self._app = app
         # Digests have one length: comparing them tells nothing about a key's.
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-        self._open_paths = frozenset(open_paths)
+        self._open_paths, self._pages = frozenset(open_paths), frozenset(pages)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        authenticated = not self._digests or self._has_key(scope)
-        scope.setdefault("state", {})["authenticated"] = authenticated
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # behind a prefix, such as Ray Serve's
+        is_page = scope["method"] == "GET" and path in self._pages
+        authenticated = not self._digests or self._has_key(scope, is_page)
+        scope.setdefault("state", {})["authenticated"] = authenticated
         if authenticated or path in self._open_paths:
             await self._app(scope, receive, send)
             return
         message = "This server needs a key: send one that it was started with as `Authorization: Bearer KEY`."
-        refusal = ApiError(401, message, headers={"WWW-Authenticate": "Bearer"})
+        refusal = ApiError(401, message, headers={"WWW-Authenticate": _PASSWORD if is_page else "Bearer"})
         await error_response(refusal)(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _has_key(self, scope: Scope, is_page: bool) -> bool:
         headers = dict(reversed(scope["headers"]))  # of several, the first counts
         scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
         sent = [token.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"").strip()]
+        if is_page and scheme.lower() == b"basic":
+            with contextlib.suppress(ValueError):
+                sent.append(base64.b64decode(token.strip(), validate=True).partition(b":")[2])
         digests = [hashlib.sha256(key).digest() for key in sent]
         matches = [hmac.compare_digest(digest, known) for digest in digests for known in self._digests]
         return any(matches)  # of all of them, always: how long it takes tells nothing

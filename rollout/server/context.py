@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from fastapi import Depends, Request
@@ -16,6 +16,7 @@ from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.fleet import Fleet
 from rollout.messages import EngineReady
 from rollout.server.errors import ApiError
+from rollout.server.live import LivePage
 from rollout.server.metrics import Metrics
 from rollout.server.text.grammars import GrammarChecker
 from rollout.server.text.tokenizer import BackgroundTokenizer
@@ -66,6 +67,15 @@ class ServerContext:
             "gpu_memory_utilization": config.gpu_memory_utilization,
         }
         return Metrics(self.model_name, model, cache)
+
+    @cached_property
+    def live(self) -> LivePage:
+        """What the page at / shows."""
+
+        def told() -> dict[str, Any]:
+            return {"model": self.model_name, "paused": self.pause_mode, "stopping": self.stopping}
+
+        return LivePage(self.engine, self.tokenizer, told, shows_answers=self.config.live_answers)
 
     def check_accepting(self, choices: int) -> None:
         """Raise a 503 where a request of so many choices can't be taken now: no engine or no weights, an abort or wait

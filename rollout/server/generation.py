@@ -17,6 +17,7 @@ from rollout.outputs import FinishReason, KVState, RoutingShape, TokenOutput, We
 from rollout.sampling.params import SamplingParams
 from rollout.server.context import ServerContext
 from rollout.server.latency import RequestClock
+from rollout.server.live import ShownAnswer
 from rollout.server.text.detokenizer import TextReader, Vocabulary
 from rollout.server.wire.answer import Answer, Delta
 
@@ -57,8 +58,10 @@ class ChoiceReader:
         reader: TextReader | None,
         *,
         wants_text: bool,
+        keeps_ids: bool = False,
     ) -> None:
         self.ended = False
+        self._kept: array[int] | None = array("i") if keeps_ids else None
         self._index = index
         self._with_logprobs = params.logprobs is not None
         self._routing = routing
@@ -80,6 +83,8 @@ class ChoiceReader:
         delta, completed = self._next, False
         if output.token_id is not None:
             delta.token_ids.append(output.token_id)
+            if self._kept is not None:
+                self._kept.append(output.token_id)
             self._masks.append(None if output.sampling_mask is None else mask_ids(output.sampling_mask))
             if delta.logprobs is not None and output.logprobs:
                 delta.logprobs.append(output.logprobs)
@@ -104,6 +109,10 @@ class ChoiceReader:
     def has_news(self) -> bool:
         """Whether a Delta would say anything."""
         return bool(self._next.token_ids or self._next.finish_reason is not None or any(self._text))
+
+    def shown(self) -> ShownAnswer:
+        """The whole of a choice that has ended, with its ids where they were kept."""
+        return ShownAnswer(weight_versions(self._stamps), self._kept)
 
     def pop(self) -> Delta:
         """What came since the last call."""
@@ -160,6 +169,7 @@ class Generation(Answer):
                 self._server.model.routing,
                 TextReader(vocabulary, self.prompt_token_ids, params) if reads and vocabulary is not None else None,
                 wants_text=self._wants_text,
+                keeps_ids=self._server.live.shows_answers,
             )
             for index in range(self.n)
         ]
@@ -215,4 +225,6 @@ class Generation(Answer):
                     self.weight_version = output.version
                 if choice.add(output):
                     self._stream.end_choice(output.index)
+                if choice.ended and self._server.live.viewers:
+                    self._server.live.answer = choice.shown()
         return list(touched.values())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -13,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
 from rollout import __version__, logs
 from rollout.cli import main as cli
 from rollout.cli.accepted import IGNORED, REFUSED, accepted
+from rollout.cli.demo import demo
 from rollout.config import EngineConfig, ServerConfig
 from rollout.flags import whole_number
+from rollout.model import model_config
 from rollout.server import main
 from tests.support import tiny_models
 
@@ -50,6 +55,38 @@ def test_help_cuts_no_name_at_80_columns() -> None:
     assert [flag for flag in flags if not re.search(rf"{flag}\b", shown)] == []
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_windows_is_told_of_wsl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(SystemExit, match="WSL 2"):
+        cli.main()
+
+
+def test_the_demo_names_what_it_lacks_before_it_fetches_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    lacking = ("gguf", "matplotlib")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in lacking else find(name))
+    for arguments, named in (((), ["gguf", "matplotlib"]), (("--model", "there"), ["matplotlib"])):
+        refused = CliRunner().invoke(demo_app(), arguments)
+        assert refused.exit_code == 1
+        (line,) = refused.output.splitlines()
+        assert re.findall(r"(gguf|matplotlib) \(", line) == named
+        assert "pip install '.[gguf,wandb]'" in line
+
+
+def demo_app() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(demo)
+    return app
+
+
+def test_a_cpu_without_mkldnn_is_asked_nothing_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch on macOS is built."""
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "mkldnn", None)
+    assert model_config.cpu_multiplies_bf16() is False
 
 
 def test_the_version() -> None:

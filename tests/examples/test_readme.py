@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from rollout.demo.model import FOLDER
 from rollout.launch import serve
 from tests.support import tiny_models
 
@@ -79,3 +81,18 @@ def test_the_two_commands_are_targets_of_the_makefile() -> None:
     assert targets == ["demo", "test"]
     makefile = (ROOT / "Makefile").read_text()
     assert all(re.search(rf"^{target}: model", makefile, re.MULTILINE) for target in targets)
+
+
+def test_what_the_install_block_and_the_first_loop_name_exists() -> None:
+    install, own = _block("sh", "python3 -m venv"), _block("sh", '"${EDITOR')
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = re.findall(r"\.\[([^]]*)\]", install)
+    assert len(extras) == 2
+    assert {name for listed in extras for name in listed.split(",")} <= project["optional-dependencies"].keys()
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in README
+    (module,) = re.findall(r"python -m ([\w.]+)   #", install)
+    assert "fetch_smollm2()" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
+    copied = (ROOT / shlex.split(own.splitlines()[1])[1]).read_text()
+    assert "ROWS = " in copied
+    assert "def reward(" in copied
+    assert own.splitlines()[1].endswith(f"~/.cache/rollout/{FOLDER}")

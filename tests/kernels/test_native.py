@@ -277,10 +277,30 @@ def test_the_flags_follow_what_torch_finds_the_processor_to_have(
         return build_in_words(command)
 
     monkeypatch.setattr(subprocess, "run", run)
-    made = native._built("c++")
+    made = native._built(["c++"])
     assert ("-mno-avx512f" not in commands[-1]) is wide
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2" if wide else "AVX512")
-    assert native._built("c++") != made  # a cache may be shared
+    assert native._built(["c++"]) != made  # a cache may be shared
+
+
+def test_a_compiler_may_have_words_and_an_empty_cache_is_the_default_one(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        if "-o" in command:
+            Path(command[-1]).write_bytes(b"")
+        return subprocess.CompletedProcess(command, 0, "c++ 14", "")
+
+    monkeypatch.setattr(native.subprocess, "run", run)
+    monkeypatch.setenv("CXX", "ccache g++")
+    monkeypatch.setenv("ROLLOUT_CACHE", "")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert native.library() is None, "nothing was compiled"
+    assert [command[:2] for command in asked] == [["ccache", "g++"]] * 2
+    assert list((tmp_path / "home/.cache/rollout/native").glob("kernels-*.so"))
 
 
 def test_without_a_compiler_plain_torch_serves(tmp_path: Path) -> None:
@@ -306,10 +326,10 @@ print(type(engine.runner.backend).__name__)
 
 def test_kernels_are_built_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", build_in_words)
-    made = native._built("c++")
+    made = native._built(["c++"])
     assert list((fresh / "native").iterdir()) == [made]
     made.write_text("built before")
-    assert native._built("c++").read_text() == "built before"
+    assert native._built(["c++"]).read_text() == "built before"
 
 
 def build_in_words(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
@@ -325,19 +345,19 @@ def test_kernels_that_others_can_write_are_not_loaded(
 ) -> None:
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", build_in_words)
-    made = native._built("c++")
+    made = native._built(["c++"])
     made.write_text("by somebody else")
     made.chmod(mode)
-    assert native._built("c++").read_text() == "built here"
+    assert native._built(["c++"]).read_text() == "built here"
     assert made.stat().st_mode & 0o077 == 0
 
     made.unlink()
     (tmp_path / "elsewhere").write_text("by somebody else")
     made.symlink_to(tmp_path / "elsewhere")
-    assert native._built("c++").read_text() == "built here"
+    assert native._built(["c++"]).read_text() == "built here"
 
     made.parent.chmod(mode)
-    native._built("c++")
+    native._built(["c++"])
     assert made.parent.stat().st_mode & 0o022 == 0
 
 
@@ -346,7 +366,7 @@ def test_kernels_of_another_user_are_neither_loaded_nor_built_over(
 ) -> None:
     monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", build_in_words)
-    made = native._built("c++")
+    made = native._built(["c++"])
     made.write_text("by somebody else")
     if os.geteuid() == 0:
         os.chown(made.parent, 4321, -1)  # root trusts nobody's
@@ -354,5 +374,5 @@ def test_kernels_of_another_user_are_neither_loaded_nor_built_over(
         monkeypatch.setattr(os, "geteuid", lambda: 4321)
     made.parent.chmod(0o777)
     with pytest.raises(PermissionError, match="set ROLLOUT_CACHE to a folder of your own"):
-        native._built("c++")
+        native._built(["c++"])
     assert made.read_text() == "by somebody else"

@@ -44,7 +44,7 @@ def test_the_wheel_has_types_sources_of_kernels_and_the_version(wheel: Path) -> 
     wanted = {
         str(path.relative_to(ROOT))
         for package in ("rollout", "trainer_bridge")
-        for kind in ("*.py", "*.cpp", "py.typed")
+        for kind in ("*.py", "*.cpp", "*.html", "py.typed")
         for path in (ROOT / package).rglob(kind)
     }
     assert {"rollout/py.typed", "trainer_bridge/py.typed"} <= wanted

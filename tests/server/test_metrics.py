@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -149,3 +152,17 @@ def test_requests_that_wait_are_counted(client: RolloutClient) -> None:
     client.resume()
     reader.join(20)
     assert scrape(client)["vllm:num_requests_waiting",] == 0
+
+
+def test_every_metric_of_the_dashboard_is_scraped(client: RolloutClient) -> None:
+    dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked += [variable["query"] for variable in dashboard["templating"]["list"]]
+    names = {name for expression in asked for name in re.findall(r"\b(?:vllm|rollout):\w+", expression)}
+    assert len(names) >= 15
+    text = httpx.get(f"{client.base_url}/metrics", headers={"Authorization": "Bearer secret"}, timeout=20).text
+    there = set()
+    for family in text_string_to_metric_families(text):
+        suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(family.type, [""])
+        there |= {family.name + suffix for suffix in suffixes}
+    assert names - there == set()

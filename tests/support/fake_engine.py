@@ -48,7 +48,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.running: dict[str, tuple[AddRequest, list[int]]] = {}
-        self.version = "default"
+        self.version, self.epoch, self.sampled = "default", 0, 0
         self.paused: str | None = None
         self.asleep: set[str] = set()
         self.seen: dict[str, Any] = {"added": [], "aborted": [], "silent": 0, "stopped": []}
@@ -83,7 +83,9 @@ class FakeEngine:
         result: dict[str, Any] = {"message": f"{call.method} done"}
         match call.method:
             case "stats":
-                result = {**self.seen, "calls": self.calls, "running": len(self.running)}
+                result = {**self.seen, "calls": self.calls, "running": len(self.running), "waiting": 0}
+                result |= {"epoch": self.epoch, "sampled_tokens": self.sampled, "free_blocks": 12, "num_blocks": 16}
+                result |= {"staleness": {"0": 3, "2": 1}, "weight_updates": {}}
             case "is_paused":
                 result = {"is_paused": self.paused is not None}
             case "pause":
@@ -102,8 +104,11 @@ class FakeEngine:
                 self.version = call.params["new_version"]
                 result = {"success": True, **call.params}
             case "weight_info":
-                result = {"weight_version": self.version, "epoch": 0, "state": "idle", "last_error": None}
-                result["weights"] = "valid"
+                result = {"weight_version": self.version, "epoch": self.epoch, "state": "idle", "last_error": None}
+                result |= {"weights": "valid", "bytes": 4096 * self.epoch, "seconds": 0.25}
+            case "finish_weight_update":
+                self.epoch += 1
+                self.version = call.params.get("weight_version", self.version)
             case "update_weights":
                 return Reply(call.call_id, error=CallError(409, "no update is open (state: idle)", "state")), []
             case "start_weight_update":
@@ -121,6 +126,7 @@ class FakeEngine:
                 if count >= 0:
                     output = self.token(request, index, count)
                     outputs.append(output)
+                    self.sampled += 1
                     counts[index] = count + 1 if output.finish_reason is None else -1
             if all(count < 0 for count in counts):
                 del self.running[request_id]

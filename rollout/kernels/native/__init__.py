@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -59,8 +60,9 @@ def library() -> ctypes.CDLL | None:
     """
     if os.environ.get("ROLLOUT_NATIVE") == "0" or instruction_set() is None:
         return None
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    found = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), "")
+    compiler = shlex.split(os.environ.get("CXX", "")) or [found]  # a command may have words: CXX="ccache g++"
+    if compiler == [""]:
         logger.warning("No C++ compiler (c++) was found: attention runs in plain torch, several times slower.")
         return None
     try:
@@ -82,19 +84,19 @@ def instruction_set() -> str | None:
     return capability if capability in FLAGS_FOR else None
 
 
-def _built(compiler: str) -> Path:
+def _built(compiler: list[str]) -> Path:
     """The shared library for this source, compiler and machine."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     flags = [*FLAGS, *FLAGS_FOR[instruction_set() or "AVX2"]]
     identity = "\0".join([*(source.read_text() for source in SOURCES), *flags, version, _processor()])
-    folder = Path(os.environ.get("ROLLOUT_CACHE", "~/.cache/rollout")).expanduser() / "native"
+    folder = Path(os.environ.get("ROLLOUT_CACHE") or "~/.cache/rollout").expanduser() / "native"
     path = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _make_private(folder)
     if not (path.exists() and _is_private(path.lstat())):
         with OwnedFolder("build-", folder) as scratch:
             made = scratch.path / path.name
-            command = [compiler, *flags, str(SOURCES[0]), "-o", str(made)]
+            command = [*compiler, *flags, str(SOURCES[0]), "-o", str(made)]
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=BUILD_TIMEOUT_S)
             made.chmod(0o700)
             made.replace(path)  # at once: another process may be doing the same

@@ -25,10 +25,13 @@ _WHOLE_UPDATE_S = 6 * 3600.0
 async def call(server: ServerContext, method: str, params: dict[str, Any] | None = None) -> dict[str, Any]:
     """The engines' answer to a weight call. Raises EngineError, and counts it."""
     try:
-        return await server.engine.call(method, params, timeout_s=_WHOLE_UPDATE_S)
+        answer = await server.engine.call(method, params, timeout_s=_WHOLE_UPDATE_S)
     except EngineError as error:
         server.metrics.refused(method, error.status)
         raise
+    if method in ("finish_weight_update", "update_weights"):
+        server.live.commit()
+    return answer
 
 
 def _endpoint(method: str) -> Endpoint:
