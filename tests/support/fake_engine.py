@@ -84,7 +84,13 @@ class FakeEngine:
         match call.method:
             case "stats":
                 result = {**self.seen, "calls": self.calls, "running": len(self.running), "waiting": 0}
-                result |= {"epoch": self.epoch, "sampled_tokens": self.sampled, "free_blocks": 12, "num_blocks": 16}
+                result |= {
+                    "epoch": self.epoch,
+                    "sampled_tokens": self.sampled,
+                    "free_blocks": 12,
+                    "num_blocks": 16,
+                    "halted": False,
+                }
                 result |= {"staleness": {"0": 3, "2": 1}, "weight_updates": {}}
             case "is_paused":
                 result = {"is_paused": self.paused is not None}
