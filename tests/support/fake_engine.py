@@ -17,6 +17,7 @@ import zmq
 
 from rollout.config import EngineConfig
 from rollout.messages import (
+    LATENCY_BUCKETS,
     AbortRequests,
     AddRequest,
     Call,
@@ -89,9 +90,14 @@ class FakeEngine:
                     "sampled_tokens": self.sampled,
                     "free_blocks": 12,
                     "num_blocks": 16,
-                    "halted": False,
                 }
-                result |= {"staleness": {"0": 3, "2": 1}, "weight_updates": {}}
+                result |= {
+                    "staleness": {"0": 3, "2": 1},
+                    "weight_updates": {},
+                    "halted": False,
+                    "waits": [0] * (len(LATENCY_BUCKETS) + 1),
+                    "waited_s": 0,
+                }
             case "is_paused":
                 result = {"is_paused": self.paused is not None}
             case "pause":
