@@ -19,7 +19,7 @@ from rollout.config import EngineConfig
 from rollout.engine.grammars import GrammarQueue
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.request import Request, Sequence
-from rollout.engine.scheduler import ScheduledSequence, Scheduler, SchedulerOutput
+from rollout.engine.scheduler import Scheduler, SchedulerOutput
 from rollout.engine.sleep import Sleeper
 from rollout.kernels.attention.base import RaggedBatch, ranges
 from rollout.messages import AbortRequests, AddRequest, EngineState
@@ -303,7 +303,15 @@ class Engine:
     def _forward(self, batch: SchedulerOutput) -> Tensor:
         """Compute the batch's tokens; float logits of the rows that sample, or whose prompt logprobs are asked for."""
         items = batch.scheduled
-        token_ids = [token for i in items for token in self._tokens(i)]
+        token_ids = []
+        for item in items:
+            sequence = item.sequence
+            if sequence.in_flight:  # it is on the device, where `ModelRunner.forward` finds it by its place in its step
+                token_ids.append(-1 - sequence.drawn_at)
+            elif item.count == 1:
+                token_ids.append(sequence.token_ids[item.start])
+            else:
+                token_ids += sequence.token_ids[item.start : item.start + item.count]
         seats, starts, counts, heads = np.array([(i.sequence.seat, i.start, i.count, i.num_head_rows) for i in items]).T
         contexts, ends = starts + counts, np.cumsum(counts)
         tables = self.scheduler.tables[seats, : -(-contexts.max() // self.config.block_size)]
@@ -313,13 +321,6 @@ class Engine:
         self.runner.copy_blocks(batch.copies)
         self.scheduler.computed(batch)
         return logits
-
-    def _tokens(self, item: ScheduledSequence) -> list[int]:
-        """What the item computes; a token in flight as `ModelRunner.forward` has it, by its place in its step."""
-        sequence = item.sequence
-        if sequence.in_flight:
-            return [-1 - sequence.drawn_at]
-        return sequence.token_ids[item.start : item.start + item.count]
 
     def _sample(self, batch: SchedulerOutput, logits: Tensor) -> Flight | None:
         """Draw a token for each sequence of the batch that samples, and note what is known of its weights and cache."""
@@ -336,29 +337,35 @@ class Engine:
             logits = logits[rows]
         ahead = [sequence.in_flight for sequence in sequences]
         drawn = self.sampler.launch(logits, [sequence.row for sequence in sequences], ahead)
-        outputs = []
         for place, sequence in enumerate(sequences):
             sequence.in_flight += 1
             sequence.drawn_at = place
-            outputs.append(self._output(sequence))
-        return Flight(batch, sequences, outputs, drawn)
+        return Flight(batch, sequences, self._outputs(sequences), drawn)
 
-    def _output(self, sequence: Sequence) -> TokenOutput:
-        """What is true of the token that was just drawn for the sequence, but for the token."""
-        request = sequence.request
-        output = TokenOutput(request.request_id, sequence.index, epoch=self.store.epoch, version=self.store.label)
-        output.cached_tokens = sequence.cached_tokens
-        if sequence.kv_epoch is None:
-            output.kv = "mixed"
-        wanted = request.params.prompt_logprobs is not None and request.prompt_is_finite
-        if wanted and not request.prompt_logprobs_delivered:
-            output.prompt_logprobs, request.prompt_logprobs_delivered = list(request.prompt_logprobs), True
-        if self.runner.routing is not None:
-            # A row that was delivered stands, also where its token is computed again: it is what it sampled by.
-            computed = len(sequence.token_ids)
-            output.routed_experts = self.runner.routing.read(sequence.block_table, sequence.num_routed, computed)
-            sequence.num_routed = computed
-        return output
+    def _outputs(self, sequences: list[Sequence]) -> list[TokenOutput]:
+        """What is true of the tokens that were just drawn for these sequences, but for the tokens."""
+        epoch, version, routing = self.store.epoch, self.store.label, self.runner.routing
+        outputs = []
+        for sequence in sequences:
+            request = sequence.request
+            output = TokenOutput(
+                request.request_id,
+                sequence.index,
+                epoch=epoch,
+                version=version,
+                kv="mixed" if sequence.kv_epoch is None else "current",
+                cached_tokens=sequence.cached_tokens,
+            )
+            outputs.append(output)
+            wanted = request.params.prompt_logprobs is not None and request.prompt_is_finite
+            if wanted and not request.prompt_logprobs_delivered:
+                output.prompt_logprobs, request.prompt_logprobs_delivered = list(request.prompt_logprobs), True
+            if routing is not None:
+                # A row that was delivered stands, also where its token is computed again: it is what it sampled by.
+                computed = len(sequence.token_ids)
+                output.routed_experts = routing.read(sequence.block_table, sequence.num_routed, computed)
+                sequence.num_routed = computed
+        return outputs
 
     def _collect_prompt_logprobs(self, request: Request, start: int, logits: Tensor) -> None:
         """Keep the logprobs of the prompt tokens that these rows, from position `start` on, predict."""

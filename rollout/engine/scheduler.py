@@ -188,18 +188,20 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: SchedulerOutput) -> None:
-        index = 0
+        index, block_size = 0, self.kv.block_size
         while index < len(self.running):
             sequence = self.running[index]
             if sequence.in_flight and sequence.output_len + sequence.in_flight >= sequence.request.max_tokens:
                 index += 1  # its last token is in flight
                 continue
-            decodes = sequence.in_flight + len(sequence.token_ids) - sequence.num_computed == 1
-            count = 1 if decodes else self._chunk(sequence, sequence.num_computed)
-            room = len(sequence.block_table) * self.kv.block_size
-            if sequence.num_computed + count > room and not self._make_room(sequence, count):
+            start = sequence.num_computed
+            decodes = sequence.in_flight + len(sequence.token_ids) - start == 1
+            count = 1 if decodes else self._chunk(sequence, start)
+            if start + count > len(sequence.block_table) * block_size and not self._make_room(sequence, count):
                 return  # it was the last one, and went itself
-            if count:
+            if decodes and start >= sequence.prompt_len:
+                step.scheduled.append(ScheduledSequence(sequence, start, 1, False, 1, [sequence]))
+            elif count:
                 self._append(step, sequence, count, reserved=decodes)
             index += 1
 
@@ -345,14 +347,16 @@ class Scheduler:
 
     def computed(self, step: SchedulerOutput) -> None:
         """The forward pass is done: its tokens are in the cache, and their full blocks may be found."""
+        block_size = self.kv.block_size
         for item in step.scheduled:
             leader = item.sequence
-            leader.num_computed = item.start + item.count
-            if leader.num_computed // self.kv.block_size > leader.num_registered:
+            leader.num_computed = computed = item.start + item.count
+            if computed >= (leader.num_registered + 1) * block_size:
                 self.kv.register(leader, self.epoch)
-            for sequence in item.samples[1:]:
-                sequence.num_computed = leader.num_computed
-                sequence.num_registered, sequence.prefix_node = leader.num_registered, leader.prefix_node
+            if len(item.samples) > 1:
+                for sequence in item.samples[1:]:
+                    sequence.num_computed = computed
+                    sequence.num_registered, sequence.prefix_node = leader.num_registered, leader.prefix_node
 
 
 def _take_out(ordered: list[Sequence], sequence: Sequence) -> None:

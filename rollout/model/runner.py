@@ -46,6 +46,7 @@ class ModelRunner:
             torch.set_num_threads(config.num_threads)
         self.config = config
         keep_freed_memory()
+        self._can_pin = torch.cuda.is_available()
         device = resolve_device(config)
         self._free_at_start = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
         self.model = load_model(config)
@@ -245,23 +246,26 @@ class ModelRunner:
     def _compute(
         self, token_ids: np.ndarray, batch: RaggedBatch, head_rows: np.ndarray, drawn: Tensor | None
     ) -> Tensor:
-        inputs, head = self._to_device(np.stack([token_ids, batch.positions])), self._to_device(head_rows)
+        flat = np.empty((2, len(token_ids)), np.int64)
+        flat[0], flat[1] = token_ids, batch.positions
+        inputs = self._to_device(flat)
         if drawn is not None:
             ids = inputs[0]
             late = drawn[(-1 - ids).clamp(min=0)].long().clamp(0, self.vocab_size - 1)  # no token may be there
             inputs[0] = torch.where(ids < 0, late, ids)
-        if self.graphs is not None and len(head) == batch.num_tokens:
+        if self.graphs is not None and len(head_rows) == batch.num_tokens:
             logits = self.graphs.run(self.parameters.live.graphs, inputs[0], inputs[1], batch)
             if logits is not None:
                 return logits
         self.backend.prepare(batch)
+        head = self._to_device(head_rows)
         if self.config.batch_invariant and not self._serves_triton:
             inputs, head = fill_up(inputs, self.dtype), fill_up(head, self.dtype)
         return self._model(inputs[0:1], inputs[1:2], head)[: len(head_rows)]
 
     def _to_device(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
-        if torch.cuda.is_available():
+        if self._can_pin:
             tensor = tensor.pin_memory()  # else the copy would wait for the step before
         return tensor.to(self.device, non_blocking=True)
 

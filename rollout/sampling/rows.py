@@ -193,11 +193,12 @@ class Rows(list[SamplingRow]):
     So a step costs little Python for each of its rows as long as none comes or goes. `structured` (by a grammar),
     `limited` (by `allowed_token_ids`), `biased`, `banning`, `penalizing`, `narrowing` (to the likeliest tokens) and
     `greedy` list the rows, by their places, that a filter may have work with; `drawing` are those that aren't greedy.
-    `only_scale`: no filter ever does more than divide by a temperature. `want_one_logprob`: at most the sampled token's
-    is asked for.
+    `only_scale`: no filter ever does more than divide by a temperature. `scored` are the rows that ask for logprobs;
+    `want_one_logprob`: at most for the sampled token's.
     `look_back`: the filters of one change with each token. `temperatures` and `min_ps` are (rows,) float64, `noise` is
     each row's seed and sample index, (2, rows) uint64; `ahead`, uint64, is how many tokens further than its `position`
-    a row draws: it hasn't been told yet which they are.
+    a row draws: it hasn't been told yet which they are. `uniforms` (steps, rows) are the numbers that the rows draw
+    with in the steps from the positions `uniforms_from` (rows,) on.
     """
 
     def __init__(self, rows: Iterable[SamplingRow] = ()) -> None:
@@ -218,4 +219,6 @@ class Rows(list[SamplingRow]):
         self.look_back = bool(self.banning or self.penalizing or self.structured)
         idle = not (self.structured or self.limited or self.biased or self.banning or self.penalizing or self.narrowing)
         self.only_scale = bool(idle and not self.min_ps.any())
+        self.uniforms, self.uniforms_from = np.empty((0, 0)), np.zeros(1, np.uint64)
+        self.scored = [r for r, f in enumerate(filters) if f.params.logprobs is not None]
         self.want_one_logprob = not any(f.params.logprobs or f.params.logprob_token_ids for f in filters)

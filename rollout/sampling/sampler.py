@@ -20,14 +20,15 @@ from torch.nn.functional import pad
 from rollout.config import LogprobsMode
 from rollout.kernels.native import address, library
 from rollout.outputs import FinishReason, TokenLogprob, TokenOutput
-from rollout.sampling.filters import filter_logits, is_filtered, only_scales, top_tokens
+from rollout.sampling.filters import filter_logits, is_filtered, only_scales
+from rollout.sampling.logprobs import as_entries, logprob_table, logprobs_of
 from rollout.sampling.rows import Rows, SamplingRow
 
 NOT_FINITE = "the logits hold NaN or infinity: the weights are broken; push sound ones"
 NO_TOKEN_LEFT = "no token is left: structured_outputs, allowed_token_ids, bad_words, logit_bias and the like ban all"
-NO_LOGPROB = -9999.0  # what the protocol sends for -inf and NaN
 BLOCK = 256  # tokens in one block of the two-level draw; a power of two
 PROMPT_ROWS = 128  # rows of prompt logits that are worked on at once, which bounds the memory it takes
+UNIFORM_STEPS = 16  # steps whose uniform numbers are made at once
 MASK_ENTRIES = 1 << 22  # logits whose support is read at once, likewise
 
 
@@ -83,7 +84,7 @@ class Sampler:
         if rows != self._rows:
             self._rows = Rows(rows)
         rows = self._rows
-        rows.ahead = np.array(ahead or [0], np.uint64)
+        rows.ahead = np.array(ahead if any(ahead) else [0], np.uint64)
         if not self.exact and _drawn_by_triton(logits) and rows.want_one_logprob and _only_scale(rows, logits):
             return self._launch_plain(logits, rows)
         filtered = self._needed_filtered(logits, rows)
@@ -103,12 +104,12 @@ class Sampler:
         left = finite if filtered is None else filtered.amax(-1) > -math.inf
         tensors = [tokens, finite, left]
         for k, members in groups.items():
-            tensors += _logprob_table(_take(source, members), _take(tokens, members), k)
+            tensors += logprob_table(_take(source, members), _take(tokens, members), k)
 
         read = _send(tensors)
         # These read the device themselves, and the logits, which the next step may overwrite.
         masks = [mask.tobytes() for mask in _masks(filtered, masked)] if filtered is not None and masked else []
-        entries_of = {r: _logprobs_of(source[r], rows[r].filters.params.logprob_token_ids, tokens[r]) for r in tracked}
+        entries_of = {r: logprobs_of(source[r], rows[r].filters.params.logprob_token_ids, tokens[r]) for r in tracked}
 
         def write(outputs: Sequence[TokenOutput]) -> None:
             arrays = iter(read())
@@ -117,7 +118,7 @@ class Sampler:
             for output, token in zip(outputs, ids, strict=True):
                 output.token_id = token
             for members in groups.values():
-                for r, entries in zip(members, _entries([ids[r] for r in members], *islice(arrays, 4)), strict=True):
+                for r, entries in zip(members, as_entries([ids[r] for r in members], *islice(arrays, 4)), strict=True):
                     outputs[r].logprobs = entries
             for r, entries in entries_of.items():
                 outputs[r].logprobs = entries
@@ -136,12 +137,14 @@ class Sampler:
 
         def write(outputs: Sequence[TokenOutput]) -> None:
             (read_table,) = read()
-            for row, output, (token, logprob, rank, sound) in zip(rows, outputs, read_table.tolist(), strict=True):
-                output.token_id = int(token)
-                if row.filters.params.logprobs is not None:
-                    output.logprobs = [TokenLogprob(output.token_id, logprob, int(rank))]
-                if not sound:
-                    end_without_token(output, NOT_FINITE)
+            ids = read_table[:, 0].astype(int).tolist()
+            for output, token in zip(outputs, ids, strict=True):
+                output.token_id = token
+            for r in rows.scored:
+                _, logprob, rank, _ = read_table[r].tolist()
+                outputs[r].logprobs = [TokenLogprob(ids[r], logprob, int(rank))]
+            for r in np.flatnonzero(read_table[:, 3] == 0).tolist():
+                end_without_token(outputs[r], NOT_FINITE)
 
         return Drawn(table[:, 0], rows.look_back, write)
 
@@ -166,8 +169,8 @@ class Sampler:
         targets = torch.as_tensor(targets, dtype=torch.long, device=logits.device)
         result: list[list[TokenLogprob] | None] = []
         for part, ids in zip(logits.split(PROMPT_ROWS), targets.split(PROMPT_ROWS), strict=True):
-            *table, finite = _to_host([*_logprob_table(part, ids, k), part.amax(-1).isfinite()])
-            result += [row if ok else None for row, ok in zip(_entries(ids.tolist(), *table), finite, strict=True)]
+            *table, finite = _to_host([*logprob_table(part, ids, k), part.amax(-1).isfinite()])
+            result += [row if ok else None for row, ok in zip(as_entries(ids.tolist(), *table), finite, strict=True)]
         return result
 
 
@@ -185,7 +188,7 @@ def _only_scale(rows: Rows, logits: Tensor) -> bool:
 def _asked(logits: Tensor, rows: Rows) -> Tensor:
     """The rows' temperatures and uniform numbers (2, rows) float64, on the device of `logits`."""
     asked = torch.from_numpy(np.stack([rows.temperatures, uniforms(rows)]))
-    if torch.cuda.is_available():
+    if _can_pin():
         asked = asked.pin_memory()  # else the copy would wait for the device
     return asked.to(logits.device, non_blocking=True)
 
@@ -232,6 +235,11 @@ def _drawn_natively(logits: Tensor) -> bool:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _can_pin() -> bool:
+    return torch.cuda.is_available()
 
 
 def _triton() -> Any:
@@ -295,15 +303,24 @@ def _pick(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 def uniforms(rows: Sequence[SamplingRow]) -> np.ndarray:
     """One float64 of 53 random bits in [0, 1) a row: word 0 and 1 of Philox, keyed by the row's seed, at the counter
-    (position in the output, sample index)."""
+    (position in the output, sample index).
+
+    Rows that stay for a second step get those of UNIFORM_STEPS steps at once, which cost little more than one's.
+    """
     if not isinstance(rows, Rows):
         rows = Rows(rows)
-    seeds, samples = rows.noise
     positions = np.array([row.position for row in rows], dtype=np.uint64) + rows.ahead
-    zero = np.zeros_like(seeds)
-    words = philox4x32(np.stack([positions, zero, samples, zero]), np.stack([seeds & 0xFFFFFFFF, seeds >> 32]))
-    mantissas: np.ndarray = (words[1] << 32 | words[0]) >> 11
-    return mantissas.astype(np.float64) * 2.0**-53
+    since = positions - rows.uniforms_from
+    if since[0] >= len(rows.uniforms) or (since != since[0]).any():
+        steps = np.arange(UNIFORM_STEPS if len(rows.uniforms) else 1, dtype=np.uint64)
+        seeds, samples = np.tile(rows.noise, len(steps))
+        counters = (steps[:, None] + positions).reshape(-1)
+        zero = np.zeros_like(seeds)
+        words = philox4x32(np.stack([counters, zero, samples, zero]), np.stack([seeds & 0xFFFFFFFF, seeds >> 32]))
+        mantissas = (words[1] << 32 | words[0]) >> 11
+        rows.uniforms_from, rows.uniforms = positions, mantissas.reshape(len(steps), -1).astype(np.float64) * 2.0**-53
+    drawn: np.ndarray = rows.uniforms[int(positions[0] - rows.uniforms_from[0])]
+    return drawn
 
 
 def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -319,47 +336,6 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
         product = factors * even
         even, odd = (product >> shift)[::-1] ^ odd ^ round_key, (product & low)[::-1]
     return np.stack([even[0], odd[0], even[1], odd[1]])
-
-
-def _logprob_table(logits: Tensor, tokens: Tensor, k: int) -> list[Tensor]:
-    """Logprob and rank of `tokens` (rows,), and values and ids of the top k, of log_softmax(logits) (rows, vocab)."""
-    logprobs = torch.nan_to_num_(logits.float().log_softmax(-1), nan=NO_LOGPROB, neginf=NO_LOGPROB)
-    chosen = logprobs.gather(-1, tokens[:, None])
-    rank = (logprobs > chosen).sum(-1, dtype=torch.int32) + 1
-    if k == 0:
-        nothing = chosen[:, :0]
-        return [chosen.squeeze(-1), rank, nothing, nothing]
-    return [chosen.squeeze(-1), rank, *top_tokens(logprobs, logprobs.shape[-1] if k == -1 else k)]
-
-
-def _logprobs_of(logits: Tensor, token_ids: Sequence[int] | None, sampled: Tensor) -> list[TokenLogprob]:
-    """The logprobs and ranks of `sampled` () and these tokens, each once, under log_softmax(logits) (vocab,)."""
-    token_ids = [int(sampled), *(token_ids or ())]
-    logprobs = torch.nan_to_num_(logits.float().log_softmax(-1), nan=NO_LOGPROB, neginf=NO_LOGPROB)
-    unique = list(dict.fromkeys(token_ids))
-    values = logprobs[unique]
-    ranks = len(logprobs) + 1 - torch.searchsorted(logprobs.sort().values, values, right=True)
-    pairs = zip(values.tolist(), ranks.tolist(), strict=True)
-    return [TokenLogprob(token, value, rank) for token, (value, rank) in zip(unique, pairs, strict=True)]
-
-
-def _entries(
-    tokens: Sequence[int], chosen: np.ndarray, rank: np.ndarray, values: np.ndarray, ids: np.ndarray
-) -> list[list[TokenLogprob]]:
-    """The rows of a table as TokenLogprobs: the token first, then the others of the top k. Ties share a rank."""
-    result = []
-    for token, logprob, its_rank, row_values, row_ids in zip(
-        tokens, chosen.tolist(), rank.tolist(), values.tolist(), ids.tolist(), strict=True
-    ):
-        entries = [TokenLogprob(token, logprob, int(its_rank))]
-        place, previous = 0, math.nan
-        for i, (value, token_id) in enumerate(zip(row_values, row_ids, strict=True), 1):
-            if value != previous:
-                place, previous = i, value
-            if token_id != token:
-                entries.append(TokenLogprob(int(token_id), value, place))
-        result.append(entries)
-    return result
 
 
 def _masks(filtered: Tensor, rows: list[int]) -> Iterator[np.ndarray]:

@@ -321,6 +321,17 @@ def test_noise_is_named_by_seed_sample_and_position() -> None:
     assert noise(7, 1, 5) == noise(7, 1, 5)
 
 
+def test_rows_that_stay_together_draw_what_each_would_draw_alone() -> None:
+    rows = Rows([SamplingRow(RequestFilters(SamplingParams(), [9]), 2**40 + r, r) for r in range(3)])
+    for step in range(50):
+        alone = [uniforms([row])[0] for row in rows]
+        assert uniforms(rows).tolist() == alone
+        for row in rows:
+            row.append(1)
+        if step == 20:  # one is a token ahead of the others from here on
+            rows[1].append(1)
+
+
 def test_draw_is_the_inverse_cdf() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(500, 1000, generator=generator) * 4

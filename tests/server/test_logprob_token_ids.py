@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from rollout.fleet.connection import run_engine
+from rollout.sampling.logprobs import NO_LOGPROB
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.sampling.rows import RequestFilters, SamplingRow
-from rollout.sampling.sampler import NO_LOGPROB, Sampler
+from rollout.sampling.sampler import Sampler
 from tests.support import tiny_models
 from tests.support.engine_utils import TOLERANCE, engine, ids, prompt, request, run, teacher_forced
 from tests.support.server_harness import RunningServer, running_server

@@ -25,10 +25,10 @@ ATTENTION_NAME = "rollout"
 class RaggedBatch:
     """The sequences of one step, side by side in one flat row of tokens.
 
-    Sequence i computes the tokens `[query_start[i], query_start[i + 1])` of the row; they are the last ones of its
-    `context_lens[i]` positions, whose keys and values lie in the cache blocks `block_tables[i]`. All three are int32
-    arrays, (sequences + 1,), (sequences,) and (sequences, width): tables are filled up with 0, the null block. They
-    may be given as lists.
+    Sequence i computes the tokens `[query_start[i], query_start[i + 1])` of the row, at least one; they are the last
+    ones of its `context_lens[i]` positions, whose keys and values lie in the cache blocks `block_tables[i]`. All three
+    are int32 arrays, (sequences + 1,), (sequences,) and (sequences, width): tables are filled up with 0, the null
+    block. They may be given as lists.
     """
 
     def __init__(
@@ -55,11 +55,14 @@ class RaggedBatch:
     @cached_property
     def _rows(self) -> np.ndarray:
         """The sequence of each token, (tokens,)."""
-        return np.repeat(np.arange(self.num_seqs), self.query_lens)
+        rows = np.arange(self.num_seqs)
+        return rows if self.num_tokens == self.num_seqs else np.repeat(rows, self.query_lens)
 
     @cached_property
     def positions(self) -> np.ndarray:
         """The position of each token of the row in its own sequence, (tokens,) int64."""
+        if self.num_tokens == self.num_seqs:
+            return self.context_lens - np.int64(1)
         return ranges(self.context_lens - self.query_lens, self.query_lens)
 
     def slots(self, block_size: int) -> np.ndarray:

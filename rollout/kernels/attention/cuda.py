@@ -44,6 +44,7 @@ class StepBuffers:
         self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=on_cuda)
         self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self._copied = torch.cuda.Event() if on_cuda else None
+        self._filled = 0
         self._host_views = [view.numpy() for view in self._views(self._host.split(sizes))]
         views = self._views(self._device.split(sizes))
         self.slots, self.query_start, self.context_lens, *cut, self.block_tables = views
@@ -69,7 +70,8 @@ class StepBuffers:
             self._copied.synchronize()  # the last step's copy may still read the host buffer
         slots, query_start, context_lens, *cut, block_tables = self._host_views
         slots[:tokens] = batch.slots(block_size)
-        slots[tokens:] = 0  # padding is written to the null block
+        slots[tokens : self._filled] = 0  # padding is written to the null block
+        self._filled = tokens
         query_start[: seqs + 1] = batch.query_start
         context_lens[:seqs] = batch.context_lens
         block_tables[:seqs, :width] = batch.block_tables
