@@ -7,10 +7,12 @@ import inspect
 import re
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+LONGEST_METAVAR = 60
+"""Characters of the names that a flag may have for its value: more are listed in the help, which is 80 wide."""
 
 def with_flags(*configs: type, envvar_prefix: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator: the command gets one more flag for each field of these dataclasses, in its **values.
@@ -37,8 +39,11 @@ def with_flags(*configs: type, envvar_prefix: str | None = None) -> Callable[[Ca
 def _parameter(field: dataclasses.Field[Any], kind: Any, envvar_prefix: str | None) -> inspect.Parameter:
     default, text = field.default, field.metadata["help"]
     variable = None if envvar_prefix is None or field.metadata.get("secret") else envvar_prefix + field.name.upper()
-    number: dict[str, Any] = {"parser": whole_number, "metavar": "INTEGER"} if kind in (int, int | None) else {}
-    flag: Any = typer.Option(help=text, envvar=variable, show_envvar=False, **number)
+    kinds: dict[str, Any] = {"parser": whole_number, "metavar": "INTEGER"} if kind in (int, int | None) else {}
+    names = [name for choice in (kind, *get_args(kind)) if get_origin(choice) is Literal for name in get_args(choice)]
+    if len("|".join(names)) > LONGEST_METAVAR:
+        kinds, text = {"metavar": "NAME"}, f"{text} One of: {', '.join(names)}."
+    flag: Any = typer.Option(help=text, envvar=variable, show_envvar=False, **kinds)
     if kind == tuple[str, ...]:
         kind, default = list[str], []
     if field.name == "model":

@@ -147,7 +147,7 @@ async def pause_generation(bracket: BracketDep, mode: Annotated[PauseGeneration,
     return {"status": "ok", "message": "Generation paused successfully."}
 
 
-@router.post("/continue_generation")
+@router.post("/continue_generation", response_model=Answer)
 async def continue_generation(bracket: BracketDep, body: Optionally = None) -> Response:
     """Commit the weights that came since /pause_generation, if any, and generate again. Where they can't be committed
     it is a 400 that says why, and the old ones generate."""
