@@ -166,7 +166,7 @@ def _slime_engine(world: World) -> Any:
     _module("sglang.srt.server_args", ServerArgs=ServerArgs)
     _module("sglang.srt.utils", kill_process_tree=None)
     _module("slime.ray.ray_actor", RayActor=object)
-    _module("slime.utils.accelerator")
+    _module("slime.utils.accelerator", initialize_accelerator=lambda: None)
     from slime.backends.sglang_utils.external import discover_external_engines
     from slime.backends.sglang_utils.sglang_engine import SGLangEngine
 
