@@ -213,6 +213,7 @@ def test_an_answer_that_crossed_a_push_has_two_colours() -> None:
     assert found[0][0] != found[1][0]
 
 
+@pytest.mark.long
 def test_ppo_learns_with_a_server_of_its_own(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     flags = ["--learning-rate", "1e-2", "--max-tokens", "12", "--top-k", "50", "--lag-decay", "0.7"]

@@ -142,6 +142,7 @@ def test_a_chat_that_was_tokenized_to_other_tokens_is_refused() -> None:
         agent.run_chat_episode(merged, [], agent.calculator, {}, max_turns=2)
 
 
+@pytest.mark.long
 @pytest.mark.smollm2
 def test_a_real_model_uses_the_calculator_and_chat_gives_the_same_sequence(smollm2: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)

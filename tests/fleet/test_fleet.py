@@ -248,6 +248,7 @@ def test_engines_join_and_leave_while_it_serves(server: FleetServer, serving: tu
     server.check_serves(90, serving[1] + 1, "ninety")
 
 
+@pytest.mark.long
 def test_engines_of_two_processes_each(tmp_path: Path) -> None:
     with fleet(tmp_path, "--tensor-parallel-size", "2") as server:
         assert server.client.request("GET", "/get_world_size") == {"world_size": 4}
