@@ -14,6 +14,7 @@ import typer
 LONGEST_METAVAR = 60
 """Characters of the names that a flag may have for its value: more are listed in the help, which is 80 wide."""
 
+
 def with_flags(*configs: type, envvar_prefix: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A decorator: the command gets one more flag for each field of these dataclasses, in its **values.
 

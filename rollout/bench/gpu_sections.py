@@ -217,6 +217,7 @@ def commits(at: Place) -> Found:
         staging = store.stage()
         for name, value in model.named_parameters():
             staging.into.tensors[name].copy_(value)
+        served.runner.packed.pack(staging.into)
         with store.snapshot():  # as a checksum does, it holds what serves while the next set is ready
             waits = not store.can_commit(staging)
         assert waits == (store.parameters.method == "copy"), "a commit would overwrite what is read"

@@ -44,21 +44,21 @@ def load_tokenizer(model: str) -> Any:
 class Grammar:
     """A compiled grammar, from whose start each choice goes its own way."""
 
-    def __init__(self, start: LLMatcher) -> None:
-        self._start = start
+    def __init__(self, start: LLMatcher, tokens: int) -> None:
+        self._start, self._tokens = start, tokens
 
     def begin(self) -> GrammarState:
         """The state of a choice that has no token yet."""
-        return GrammarState(self._start.deep_copy())
+        return GrammarState(self._start.deep_copy(), self._tokens)
 
 
 class GrammarState:
-    """Where one choice is in its grammar. `append` takes each token of its output."""
+    """Where one choice is in its grammar, which knows so many `tokens`. `append` takes each token of its output."""
 
-    __slots__ = ("matcher",)
+    __slots__ = ("matcher", "tokens")
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self.matcher = matcher
+    def __init__(self, matcher: LLMatcher, tokens: int) -> None:
+        self.matcher, self.tokens = matcher, tokens
 
     def append(self, token_id: int) -> None:
         """The output has one more token. After one that the last mask forbade, nothing may follow."""
@@ -80,7 +80,7 @@ def next_tokens(states: Sequence[GrammarState], vocab_size: int) -> np.ndarray:
 
     At the end of its grammar a choice may only have EOS, and in error nothing. The states are worked on in parallel.
     """
-    words = np.zeros((len(states), -(-vocab_size // 32)), np.int32)
+    words = np.zeros((len(states), -(-states[0].tokens // 32)), np.int32)  # a tokenizer may know more than the model
     matchers = [(state.matcher, place) for place, state in enumerate(states)]
     _executor().unsafe_compute_mask_ptr(matchers, words.ctypes.data, 4 * words.shape[1], len(words))
     words[[state.matcher.is_error() for state in states]] = 0
@@ -102,7 +102,8 @@ class GrammarCompiler:
         ends = [token for token in eos_token_ids if token < min(size, vocab_size)]
         if not ends:
             raise ValueError("structured outputs end with an EOS token, and this model has none")
-        self._tokenizer = LLTokenizer(fast.to_str(), n_vocab=max(size, vocab_size), eos_token=ends)
+        self._tokens = max(size, vocab_size)
+        self._tokenizer = LLTokenizer(fast.to_str(), n_vocab=self._tokens, eos_token=ends)
         self.compile = functools.lru_cache(maxsize=_CACHED)(self._compile)
 
     def _compile(self, grammar: str) -> Grammar:
@@ -110,7 +111,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise ValueError(matcher.get_error().replace("\n<non-verbose/>", "")[:500])
-        return Grammar(matcher)
+        return Grammar(matcher, self._tokens)
 
 
 def as_grammar(params: StructuredOutputsParams) -> str:

@@ -88,7 +88,7 @@ def test_the_profile_names_torch_operators(folder: Path) -> None:
     profile, top = measure(bare.engine_config(folder, FLAGS), LOAD, 0, operators=400)
     assert {kind: found.steps for kind, found in profile.items()} == {"prefill": 1, "decode": 5}
     calls = {operator.name: operator.calls for operator in top}
-    assert calls["aten::linear"] == 6 * (7 * tiny_models.config("llama").num_hidden_layers + 1)
+    assert calls["aten::embedding"] == 6
     assert [operator.milliseconds for operator in top] == sorted((o.milliseconds for o in top), reverse=True)
 
 

@@ -48,8 +48,11 @@ def test_a_choice_whose_filters_leave_no_token_ends_with_an_error_and_not_with_t
 def test_logits_that_overflow_end_a_choice_with_an_error_and_one_warning_an_epoch(
     served: Engine, temperature: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    weight = served.runner.model.get_output_embeddings().weight
-    weight[7] = 3e38  # finite, as a push asks
+    model = served.runner.model
+    model.get_output_embeddings().weight[7] = 3e38  # finite, as a push asks
+    model.get_output_embeddings().weight[8] = -3e38  # one of the two is +inf
+    model.get_decoder().norm.weight *= 1e4  # in whatever order the products are summed
+    served.runner.packed.pack(served.runner.parameters.live)
     with caplog.at_level(logging.WARNING):
         for name in "ab":
             outputs = run(served, [request(name, prompt(9), temperature=temperature)])

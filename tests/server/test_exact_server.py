@@ -122,7 +122,7 @@ def test_verify_finds_no_differing_bit(server: Server) -> None:
 
 
 def test_verify_tells_the_gap_of_a_server_without_the_mode(folder: Path, server: Server) -> None:
-    with serve(server.model, folder / "fast-log", *FLAGS, "--dtype", "float32") as url:
+    with serve(server.model, folder / "fast-log", *FLAGS, "--dtype", "float32", "--attention-backend", "torch") as url:
         result = command("verify", "--url", url, "--model", server.model, "--requests", "4", "--max-tokens", "24")
     assert result.exit_code == 1, result.output
     assert "scored again: 0 differing" not in result.output

@@ -16,7 +16,7 @@ from rollout.server.app import create_app
 from tests.support import fake_engine
 from tests.support.trace import Trace, traced
 
-MOVES, CALLS = 61, 136
+MOVES, CALLS = 77, 170
 TOKENS = 3
 
 

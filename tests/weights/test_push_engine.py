@@ -170,7 +170,7 @@ def test_pushes_into_running_requests(tiny: Weights, policy: KVPolicy) -> None:
         run.add(request("group", prompt(30), n=3, max_tokens=40, ignore_eos=True))
         run.add(request("single", prompt(14, seed=1), max_tokens=45, ignore_eos=True))
         run.until(lambda: run.length("single") >= 4)
-        run.add(request("chunked", prompt(60, seed=2), max_tokens=20, prompt_logprobs=0))
+        run.add(request("chunked", prompt(30, seed=2), max_tokens=20, prompt_logprobs=0))
         run.add(request("waiting", prompt(40, seed=3), n=2, max_tokens=4))
         run.until(lambda: any(0 < s.num_computed < s.prompt_len for s in scheduler.running))
         assert any(not s.output_len for s in scheduler.waiting)
