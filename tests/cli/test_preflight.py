@@ -84,7 +84,7 @@ def demo_app() -> typer.Typer:
 def test_a_cpu_without_mkldnn_is_asked_nothing_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch on macOS is built."""
     monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(model_config, "multiplies", lambda dtype: False)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     monkeypatch.setattr(torch.ops, "mkldnn", None)
     assert model_config.cpu_multiplies_bf16() is False
