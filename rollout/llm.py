@@ -27,10 +27,12 @@ from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.admit import check_cache_salt, check_prompt, check_satisfiable, resolve_params
 from rollout.server.errors import ApiError
 from rollout.server.generation import ChoiceReader
+from rollout.server.prompts import apply_template
 from rollout.server.text.detokenizer import TextReader, Vocabulary
 from rollout.server.text.grammars import GrammarChecker
 from rollout.server.text.tokenizer import bad_words_token_ids
 from rollout.server.wire.answer import Answer, encode_json
+from rollout.server.wire.body import ChatFields
 from rollout.server.wire.tokens import GenerateRequest, GenerateWriter
 from rollout.weights.bodies import StartBody
 from rollout.weights.errors import WeightUpdateError
@@ -44,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's form of either: `{"prompt": …}`, `{"prompt_token_ids": …}`."""
+Chat: TypeAlias = Sequence[Mapping[str, Any]]
+"""Messages, as OpenAI's API has them: `[{"role": "user", "content": "Why?"}]`."""
 Params: TypeAlias = SamplingParams | Mapping[str, Any]
 
 _WAKE_S = 1.0
@@ -53,12 +57,20 @@ class LLM:
     """One model, generating in the thread that calls it, while its weights are replaced between two steps.
 
     `model` is a transformers folder, a .gguf file or a hub id; `engine` are fields of `EngineConfig`, which are the
-    flags of `rollout serve` (`dtype="float32"`, `max_num_seqs=64`). With `return_sampling_mask` answers have the
-    support of each filtered step. Several threads may generate at once: their requests share the steps. Close it, or
-    use `with`. Raises ValueError for what can't be served.
+    flags of `rollout serve` (`dtype="float32"`, `max_num_seqs=64`). `tokenizer` is a folder, a .gguf file or a hub id;
+    without one it is the model's. With `return_sampling_mask` answers have the support of each filtered step. Several
+    threads may generate at once: their requests share the steps. Close it, or use `with`. Raises ValueError for what
+    can't be served.
     """
 
-    def __init__(self, model: str | Path, *, return_sampling_mask: bool = False, **engine: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        return_sampling_mask: bool = False,
+        **engine: Any,
+    ) -> None:
         self.config = EngineConfig(model=str(model), **engine)
         for name, wrong in (
             ("tensor_parallel_size", self.config.tensor_parallel_size > 1),
@@ -67,7 +79,9 @@ class LLM:
             if wrong:
                 value = getattr(self.config, name)
                 raise ValueError(f"{name} {value!r} can't be had in process: start a server with `rollout.serve`")
-        self._options = ServerConfig(return_sampling_mask=return_sampling_mask)
+        self._options = ServerConfig(
+            tokenizer=None if tokenizer is None else str(tokenizer), return_sampling_mask=return_sampling_mask
+        )
         self._woken = threading.Event()
         self._turn = threading.Lock()
         self._engine = Engine(self.config, self._woken.set)
@@ -96,11 +110,44 @@ class LLM:
     ) -> list[Generation]:
         """One answer a prompt, in order; also to a single prompt it is a list.
 
-        What was asked in text is answered in text, too: `answer.raw["choices"][0]["text"]`. `sampling_params` are one
-        for all prompts, or one for each; `n` and `extra` are those of `RolloutClient.generate`. Raises ValueError for
-        what a server would refuse.
+        What was asked in text is answered in text, too: `answer.choices[0].text`. `sampling_params` are one for all
+        prompts, or one for each; `n` and `extra` are those of `RolloutClient.generate`. Raises ValueError for what a
+        server would refuse.
         """
-        listed = _listed(prompts)
+        return self._generate(_listed(prompts), sampling_params, n, extra)
+
+    def chat(
+        self,
+        messages: Chat | Sequence[Chat],
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        n: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        **template: Any,
+    ) -> list[Generation]:
+        """`generate` for one chat, or for several, as the tokenizer's template renders them; the answers have texts.
+
+        `template` are the fields of /v1/chat/completions that say how: `chat_template` (a Jinja text),
+        `chat_template_kwargs`, `tools`, `documents`, `add_generation_prompt`, `continue_final_message`. Raises
+        TypeError for another name, and ValueError for what a server would refuse.
+        """
+        if unknown := sorted(template.keys() - ChatFields.model_fields.keys()):
+            raise TypeError(f"chat has no argument {unknown[0]!r}: it has {', '.join(ChatFields.model_fields)}")
+        tokenizer = self.get_tokenizer()
+        prompts: list[Prompt] = []
+        for chat in messages if messages and not isinstance(messages[0], Mapping) else [messages]:
+            fields = ChatFields.model_validate({"messages": chat, **template})
+            ids = tokenizer(apply_template(tokenizer, fields), add_special_tokens=fields.add_special_tokens).input_ids
+            prompts.append(_AsText(ids))
+        return self._generate(prompts, sampling_params, n, extra)
+
+    def _generate(
+        self,
+        listed: list[Prompt],
+        sampling_params: Params | Sequence[Params] | None,
+        n: int | None,
+        extra: Mapping[str, Any] | None,
+    ) -> list[Generation]:
         each: Sequence[Any] = (
             sampling_params if isinstance(sampling_params, list | tuple) else [sampling_params] * len(listed)
         )
@@ -178,15 +225,20 @@ class LLM:
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer. Raises ValueError where the model has none."""
         if self._vocabulary is None:
-            raise ValueError(f"{self.config.model} has no tokenizer: use token ids, and stop_token_ids")
+            raise ValueError(f"{self._tokenizer} has no tokenizer: use token ids, and stop_token_ids")
         return self._vocabulary.tokenizer
+
+    @property
+    def _tokenizer(self) -> str:
+        """Where it is."""
+        return self._options.tokenizer or self.config.model
 
     @cached_property
     def _vocabulary(self) -> Vocabulary | None:
         try:
-            return Vocabulary(load_tokenizer(self.config.model))
+            return Vocabulary(load_tokenizer(self._tokenizer))
         except Exception as error:  # whatever transformers raises on such a folder
-            logger.warning("No tokenizer for %s, so only token ids are served: %s", self.config.model, error)
+            logger.warning("No tokenizer in %s, so only token ids are served: %s", self._tokenizer, error)
             return None
 
     # -- requests
@@ -198,7 +250,7 @@ class LLM:
         given: Any = prompt
         if isinstance(prompt, Mapping):
             given = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        wants_text = isinstance(given, str)
+        wants_text = isinstance(given, str | _AsText)
         ids = self.get_tokenizer()(given).input_ids if isinstance(given, str) else given
         asked = dataclasses.asdict(params) if isinstance(params, SamplingParams) else params
         told = generate_body(ids, asked, n, None, extra, stream=False)
@@ -228,6 +280,7 @@ class LLM:
             cache_salt=body.cache_salt,
             return_sampling_mask=self._options.return_sampling_mask or body.wants_sampling_mask,
             grammar=grammar,
+            tokenizer=self._options.tokenizer,
         )
         answer = Answer(message.request_id, self.config.model, body.token_ids, vocabulary, len(body.token_ids))
         routing = self._facts.routing
@@ -262,6 +315,10 @@ class LLM:
             request = self._requests.get(output.request_id)
             if request is not None and request.add(output):
                 self._engine.abort(AbortRequests([output.request_id], output.index, silent=True))
+
+
+class _AsText(list[int]):
+    """The ids of a prompt that is answered in text."""
 
 
 class _Request:

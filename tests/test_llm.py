@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,13 +24,19 @@ from trainer_bridge.client import Generation
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 CACHE = {"num_gpu_blocks_override": 128, "block_size": 4, "max_model_len": 256, "max_num_seqs": 16}
 ENGINE = {"dtype": "float32", "device": "cpu", "seed": 0, **CACHE}
+CHAT: dict[str, Any] = {"max_tokens": 8, "seed": 5, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny llama with a tokenizer of bytes."""
+    """A tiny llama with a tokenizer of bytes, which renders chats."""
     folder = tiny_models.build("llama", tmp_path_factory.mktemp("llm") / "model")
-    byte_level().save_pretrained(folder)
+    tokenizer = byte_level()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<{{ speaker or 'assistant' }}>{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -132,16 +139,47 @@ def test_a_thread_may_update_while_another_generates(llm: rollout.LLM) -> None:
 
 def test_text_is_answered_in_text_and_stop_strings_end_it(llm: rollout.LLM) -> None:
     (whole,) = llm.generate("Say something", {"max_tokens": 12, "seed": 3, "ignore_eos": True})
-    text = whole.raw["choices"][0]["text"]
+    text = whole.choices[0].text
+    assert text
     assert whole.prompt_token_ids == llm.get_tokenizer()("Say something").input_ids
     printable = next(char for char in text[1:] if char != "\ufffd")
     (cut,) = llm.generate(
         [{"prompt": "Say something"}], {"max_tokens": 12, "seed": 3, "ignore_eos": True, "stop": [printable]}
     )
-    assert cut.raw["choices"][0]["text"] == text[: text.index(printable)]
+    assert cut.choices[0].text == text[: text.index(printable)]
     assert (cut.choices[0].finish_reason, cut.choices[0].stop_reason) == ("stop", printable)
     (chosen,) = llm.generate("Say something", {"structured_outputs": {"choice": ["aye"]}})
-    assert chosen.raw["choices"][0]["text"] == "aye"
+    assert chosen.choices[0].text == "aye"
+    (pieces,) = llm.generate(whole.prompt_token_ids, {"max_tokens": 12, "seed": 3, "ignore_eos": True})
+    assert (pieces.choices[0].token_ids, pieces.choices[0].text) == (whole.choices[0].token_ids, None)
+
+
+def test_chats_go_through_the_template(llm: rollout.LLM) -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    params = {"max_tokens": 6, "seed": 3, "ignore_eos": True}
+    (answer,) = llm.chat(chat, params)
+    (same,) = llm.generate("<user>Hi\n<assistant>", params)
+    assert (answer.prompt_token_ids, answer.choices) == (same.prompt_token_ids, same.choices)
+    named, bare = llm.chat([chat, chat], params, chat_template_kwargs={"speaker": "poet"}, n=2)
+    assert bytes(named.prompt_token_ids) == b"<user>Hi\n<poet>"
+    assert len(bare.choices) == 2
+    (own,) = llm.chat(chat, params, chat_template="{{ messages[0].content }}")
+    assert bytes(own.prompt_token_ids) == b"Hi"
+    with pytest.raises(TypeError, match="no argument 'template'"):
+        llm.chat(chat, params, template="x")
+    for wrong in ([], [{"content": "Hi"}], [{"role": "user", "content": [{"type": "image_url"}]}]):
+        with pytest.raises(ValueError, match=r"messages"):
+            llm.chat(wrong, params)
+
+
+def test_a_tokenizer_may_lie_elsewhere(path: Path, tmp_path: Path) -> None:
+    bare = tiny_models.build("llama", tmp_path / "model")
+    with rollout.LLM(bare, tokenizer=path, **ENGINE) as llm:
+        params = {"max_tokens": 4, "structured_outputs": {"choice": ["aye"]}}
+        (answer,) = llm.generate("Hi", params)
+    assert (bytes(answer.prompt_token_ids), answer.choices[0].text) == (b"Hi", "aye")
+    with rollout.LLM(bare, **ENGINE) as llm, pytest.raises(ValueError, match="has no tokenizer: use token ids"):
+        llm.generate("Hi")
 
 
 def test_an_iterator_that_is_closed_ends_its_request(llm: rollout.LLM) -> None:
@@ -175,7 +213,12 @@ def test_a_server_gives_the_same_answers(llm: rollout.LLM, path: Path) -> None:
     with rollout.serve(path, api_key="secret", **flags) as client:
         assert client.api_key == "secret"
         remote = client.generate(torch.tensor(prompt(9)), params, n=2)
+        chat = {"messages": [{"role": "user", "content": "Hi"}], **CHAT, "return_token_ids": True, "model": str(path)}
+        chatted = client.post("/v1/chat/completions", chat)
     (local,) = llm.generate(torch.tensor(prompt(9)), rollout.SamplingParams(n=2, **params))
+    (answer,) = llm.chat(chat["messages"], CHAT)
+    assert answer.prompt_token_ids == chatted["prompt_token_ids"]
+    assert answer.choices[0].text == chatted["choices"][0]["message"]["content"]
     assert local.raw.keys() == remote.raw.keys()
     assert local.raw["prompt_logprobs"] is not None
     for mine, theirs in zip(local.choices, remote.choices, strict=True):

@@ -52,7 +52,8 @@ class Choice:
     """One continuation, or in a stream what is new of it (`spans` then come with the last piece, for the whole).
 
     `logprobs` are those of `token_ids`, one each, where asked for. `sampling_mask` holds for each token the ids it was
-    drawn from, None where that step was unfiltered; None as a whole where no step was filtered.
+    drawn from, None where that step was unfiltered; None as a whole where no step was filtered. `text` is None where
+    none was asked for.
     """
 
     index: int
@@ -62,6 +63,7 @@ class Choice:
     spans: list[Span]
     finish_reason: str | None
     stop_reason: int | str | None
+    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ def _parse_choice(choice: dict[str, Any]) -> Choice:
         ],
         finish_reason=choice.get("finish_reason"),
         stop_reason=choice.get("stop_reason"),
+        text=choice.get("text"),
     )
 
 

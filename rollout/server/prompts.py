@@ -75,7 +75,7 @@ async def _render_chat(server: ServerContext, chat: ChatFields, offsets: bool) -
     tokenizer, limit = await require_tokenizer(server), server.model.max_model_len
 
     def render() -> Encoded:
-        text = _apply_template(tokenizer, chat)
+        text = apply_template(tokenizer, chat)
         return _encode(tokenizer, text, chat.add_special_tokens, limit, offsets)
 
     return await asyncio.to_thread(render)
@@ -103,7 +103,8 @@ def _longest_token(tokenizer: Any) -> int:
     return max(map(len, tokenizer.get_vocab()), default=1)
 
 
-def _apply_template(tokenizer: Any, chat: ChatFields) -> str:
+def apply_template(tokenizer: Any, chat: ChatFields) -> str:
+    """The text of a chat, by its own template or the tokenizer's. Raises ParameterError as `_render_chat` does."""
     variables = chat.template_arguments()
     known = {
         p.name for p in inspect.signature(tokenizer.apply_chat_template).parameters.values() if p.kind != p.VAR_KEYWORD

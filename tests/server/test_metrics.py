@@ -18,7 +18,7 @@ from rollout.launch import serve
 from tests.support import tiny_models
 from tests.support.engine_utils import prompt
 from tests.support.wait import eventually
-from trainer_bridge.client import Choice, RolloutClient, RolloutError
+from trainer_bridge.client import RolloutClient, RolloutError
 from trainer_bridge.push.sender import WeightPushError, WeightSender
 
 FLAGS = ["--tokens-only", "--dtype", "float32", "--device", "cpu", "--num-threads", "1", "--served-model-name", "tiny"]
@@ -54,27 +54,49 @@ def test_without_the_key_there_are_no_metrics(client: RolloutClient) -> None:
     assert httpx.get(f"{client.base_url}/metrics", timeout=20).status_code == 401
 
 
-def test_what_was_done_is_what_is_counted(client: RolloutClient) -> None:
-    generated, prompts, stale = 0, 0, Counter[int]()
+class Growth:
+    """By how much each metric has grown since it was made; 0 for one that wasn't there."""
 
-    def count(choice: Choice, epoch: int) -> None:
-        nonlocal generated
-        generated += len(choice.token_ids)
-        for span in choice.spans:
-            stale[epoch - span.epoch] += span.end - span.start
+    def __init__(self, client: RolloutClient) -> None:
+        self._client, self._before = client, scrape(client)
 
-    for _ in range(2):  # the second finds two whole blocks of the prompt
-        for choice in client.generate(prompt(40), {"max_tokens": 6, "ignore_eos": True}, n=2).choices:
-            count(choice, 0)
-        prompts += 40
-    before = scrape(client)
-    assert before["vllm:prefix_cache_hits_total",] == 32
-    assert before["vllm:prefix_cache_queries_total",] == 80
-    assert before["vllm:kv_cache_usage_perc",] == 0
+    def read(self) -> Counter[tuple[str, ...]]:
+        """Name and labels → growth."""
+        return Counter({key: value - self._before.get(key, 0) for key, value in scrape(self._client).items()})
 
+
+def test_what_was_generated_is_what_is_counted(client: RolloutClient) -> None:
+    growth = Growth(client)
+    for n in (2, 2, 1):  # the second finds two whole blocks of the prompt, and so does the third
+        client.generate(prompt(40), {"max_tokens": 6, "ignore_eos": True}, n=n)
+    grown = growth.read()
+    assert grown["vllm:prefix_cache_hits_total",] == 64
+    assert grown["vllm:prefix_cache_queries_total",] == grown["vllm:prompt_tokens_total",] == 120
+    assert grown["vllm:request_prompt_tokens_sum",] == 120
+    assert grown["vllm:generation_tokens_total",] == grown["vllm:request_generation_tokens_sum",] == 30
+    assert grown["vllm:request_success_total", "length"] == 5
+    assert grown["vllm:time_to_first_token_seconds_count",] == grown["vllm:e2e_request_latency_seconds_count",] == 3
+    assert grown["vllm:request_queue_time_seconds_count",] == grown["vllm:request_params_n_count",] == 3
+    assert grown["vllm:inter_token_latency_seconds_count",] == 30 - 5  # but for each choice's first
+    assert grown["vllm:request_params_n_bucket", "1.0"] == 1
+    for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time"):
+        counts = [value for key, value in grown.items() if key[0] == f"vllm:{name}_seconds_bucket"]
+        assert counts == sorted(counts)
+        assert counts[-1] == grown[f"vllm:{name}_seconds_count",]
+    assert 0 < grown["vllm:time_to_first_token_seconds_sum",] < grown["vllm:e2e_request_latency_seconds_sum",]
+    now = scrape(client)
+    assert now["vllm:num_requests_running",] == now["vllm:kv_cache_usage_perc",] == 0
+    (cache,) = [key[1:] for key in now if key[0] == "vllm:cache_config_info"]
+    concurrency, tokens, blocks = map(float, cache[3:])  # labels come in the order of their names
+    assert cache[:3] == ("16", "True", "0.9")
+    assert blocks == 101
+    assert (tokens, concurrency) == (16 * blocks, 16 * blocks / client.models()[0]["max_model_len"])
+
+
+def test_pushes_and_the_staleness_of_tokens_are_counted(client: RolloutClient) -> None:
+    growth, began = Growth(client), client.weight_info()["epoch"]
     events = client.stream(prompt(30), {"max_tokens": 900, "ignore_eos": True})
     pieces = [next(events)]
-    prompts += 30
     client.pause("keep")
     frozen = scrape(client)
     assert (frozen["vllm:num_requests_running",], frozen["vllm:num_requests_waiting",]) == (1, 0)
@@ -92,11 +114,10 @@ def test_what_was_done_is_what_is_counted(client: RolloutClient) -> None:
         client.pause("keep")
     client.abort([pieces[0].request_id])
     pieces += events
-    choices = [choice for piece in pieces for choice in piece.choices]
-    whole = [token for choice in choices for token in choice.token_ids]
-    assert [span.epoch for span in choices[-1].spans] == [0, 1, 2]
-    count(Choice(0, whole, None, None, choices[-1].spans, "abort", None), 2)
     client.resume()
+    spans = pieces[-1].choices[-1].spans
+    assert [span.epoch for span in spans] == [began, began + 1, began + 2]
+    stale = {2 - behind: span.end - span.start for behind, span in enumerate(spans)}
 
     bad = {name: p.detach().clone() for name, p in tiny_models.model("llama", 3).named_parameters()}
     bad["model.norm.weight"][0] = torch.nan
@@ -105,39 +126,19 @@ def test_what_was_done_is_what_is_counted(client: RolloutClient) -> None:
     with pytest.raises(RolloutError, match="409"):
         client.post("/finish_weight_update", {})
 
-    after = scrape(client)
-    assert after["vllm:prompt_tokens_total",] == prompts
-    assert after["vllm:generation_tokens_total",] == generated
-    assert after["vllm:request_success_total", "length"] == 4
-    assert after["vllm:request_success_total", "abort"] == 1
-    assert after["vllm:num_requests_running",] == after["vllm:kv_cache_usage_perc",] == 0
-    assert after["rollout:weight_epoch",] == 2
-    assert after["rollout:weight_updates_total", "committed"] == 2
-    assert after["rollout:weight_updates_total", "aborted"] == 1
-    assert after["rollout:weight_update_bytes_total", "committed"] == nbytes
-    assert after["rollout:weight_update_seconds_total", "committed"] == pytest.approx(seconds)
-    assert after["rollout:weight_call_refusals_total", "finish_weight_update", "400"] == 1
-    assert after["rollout:weight_call_refusals_total", "finish_weight_update", "409"] == 1
-    assert after["rollout:token_staleness_count",] == sum(stale.values())
-    assert after["rollout:token_staleness_sum",] == sum(behind * n for behind, n in stale.items()) > 0
-    assert after["vllm:time_to_first_token_seconds_count",] == after["vllm:e2e_request_latency_seconds_count",] == 3
-    assert after["vllm:request_queue_time_seconds_count",] == after["vllm:request_params_n_count",] == 3
-    assert after["vllm:inter_token_latency_seconds_count",] == generated - 5  # but for each choice's first
-    assert after["vllm:request_generation_tokens_sum",] == generated
-    assert after["vllm:request_prompt_tokens_sum",] == prompts
-    assert after["vllm:request_params_n_bucket", "1.0"] == 1
-    for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time"):
-        counts = [value for key, value in after.items() if key[0] == f"vllm:{name}_seconds_bucket"]
-        assert counts == sorted(counts)
-        assert counts[-1] == after[f"vllm:{name}_seconds_count",]
-    assert 0 < after["vllm:time_to_first_token_seconds_sum",] < after["vllm:e2e_request_latency_seconds_sum",]
-    (cache,) = [key[1:] for key in after if key[0] == "vllm:cache_config_info"]
-    concurrency, tokens, blocks = map(float, cache[3:])  # labels come in the order of their names
-    assert cache[:3] == ("16", "True", "0.9")
-    assert blocks == 101
-    assert (tokens, concurrency) == (16 * blocks, 16 * blocks / client.models()[0]["max_model_len"])
+    grown = growth.read()
+    assert scrape(client)["rollout:weight_epoch",] == began + 2
+    assert grown["vllm:request_success_total", "abort"] == 1
+    assert grown["rollout:weight_updates_total", "committed"] == 2
+    assert grown["rollout:weight_updates_total", "aborted"] == 1
+    assert grown["rollout:weight_update_bytes_total", "committed"] == nbytes
+    assert grown["rollout:weight_update_seconds_total", "committed"] == pytest.approx(seconds)
+    assert grown["rollout:weight_call_refusals_total", "finish_weight_update", "400"] == 1
+    assert grown["rollout:weight_call_refusals_total", "finish_weight_update", "409"] == 1
+    assert grown["rollout:token_staleness_count",] == grown["vllm:generation_tokens_total",] == sum(stale.values())
+    assert grown["rollout:token_staleness_sum",] == sum(behind * n for behind, n in stale.items()) > 0
     for top in (0, 1, 2):
-        assert after["rollout:token_staleness_bucket", f"{top}.0"] == sum(n for b, n in stale.items() if b <= top)
+        assert grown["rollout:token_staleness_bucket", f"{top}.0"] == sum(n for b, n in stale.items() if b <= top)
 
 
 def test_requests_that_wait_are_counted(client: RolloutClient) -> None:
@@ -160,6 +161,8 @@ def test_every_metric_of_the_dashboard_is_scraped(client: RolloutClient) -> None
     asked += [variable["query"] for variable in dashboard["templating"]["list"]]
     names = {name for expression in asked for name in re.findall(r"\b(?:vllm|rollout):\w+", expression)}
     assert len(names) >= 15
+    latencies = ("time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time")
+    assert {f"vllm:{name}_seconds_bucket" for name in latencies} <= names
     text = httpx.get(f"{client.base_url}/metrics", headers={"Authorization": "Bearer secret"}, timeout=20).text
     there = set()
     for family in text_string_to_metric_families(text):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollout.server.prompts import _apply_template
+from rollout.server.prompts import apply_template
 from rollout.server.wire.body import ChatFields
 from tests.support import tiny_tokenizers
 
@@ -91,7 +91,7 @@ def test_tool_calls_without_content_were_refused_or_left_out(name: str, content:
     tokenizer.chat_template, as_object = TEMPLATES[name]
     user = {"role": "user", "content": "Will it rain?"}
     sent = [user, {"role": "assistant", **content, "tool_calls": [call(ARGUMENTS)]}]
-    rendered = _apply_template(tokenizer, ChatFields.model_validate({"messages": sent}))
+    rendered = apply_template(tokenizer, ChatFields.model_validate({"messages": sent}))
     arguments = json.loads(ARGUMENTS) if as_object else ARGUMENTS
     shaped = {"role": "assistant", "content": "", "tool_calls": [call(arguments)]}
     assert rendered == tokenizer.apply_chat_template([user, shaped], tokenize=False, add_generation_prompt=True)
@@ -107,7 +107,7 @@ def test_an_object_of_arguments_is_told_like_the_string_of_it(name: str) -> None
 
     def rendered(arguments: Any) -> str:
         sent = [user, {"role": "assistant", "tool_calls": [call(arguments)]}]
-        return _apply_template(tokenizer, ChatFields.model_validate({"messages": sent}))
+        return apply_template(tokenizer, ChatFields.model_validate({"messages": sent}))
 
     assert rendered({"city": "Rome", "days": 2}) == rendered('{"city": "Rome", "days": 2}')
 
@@ -117,7 +117,7 @@ def test_an_assistants_message_without_anything_is_empty(name: str) -> None:
     tokenizer = tiny_tokenizers.byte_level()
     tokenizer.chat_template = TEMPLATES[name][0]
     texts = [
-        _apply_template(tokenizer, ChatFields.model_validate({"messages": [{"role": "assistant", **content}]}))
+        apply_template(tokenizer, ChatFields.model_validate({"messages": [{"role": "assistant", **content}]}))
         for content in ({"content": None}, {}, {"content": ""})
     ]
     assert len(set(texts)) == 1
