@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,7 +21,10 @@ from rollout.server.app import create_app
 from rollout.server.wire.anthropic import MessagesRequest
 from rollout.server.wire.chat import ChatCompletionRequest
 from rollout.server.wire.completions import CompletionRequest
-from rollout.server.wire.fields import NO_EFFECT, REFUSED
+from rollout.server.wire.fields import NO_EFFECT, REFUSED, Refusal
+from rollout.server.wire.sglang import SGLangRequest, SGLangSampling
+from rollout.server.wire.sglang_fields import NO_EFFECT as SGLANG_NO_EFFECT
+from rollout.server.wire.sglang_fields import REFUSED as SGLANG_REFUSED
 from rollout.server.wire.tokens import GenerateRequest
 
 _PARAMS = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -71,12 +75,29 @@ def _fields() -> Iterator[str]:
     for name in sorted(set().union(*DIALECTS.values())):
         yield _row(f"`{name}`", *("served" if name in served else _fate(name) for served in DIALECTS.values()))
     yield "\nRefused by name (400) where they aren't served, but for these values, which ask for nothing:\n"
-    yield _row("field", "passes", "why")
-    yield _row("---", "---", "---")
-    for name, (why, harmless) in sorted(REFUSED.items()):
-        yield _row(f"`{name}`", ", ".join(f"`{json.dumps(value)}`" for value in (None, *harmless)), why)
+    yield from _refusals(REFUSED)
     yield "\nWithout effect, and passed in silence where they aren't served:\n"
     yield from _reasons("field", NO_EFFECT)
+
+
+def _refusals(table: Mapping[str, Refusal]) -> Iterator[str]:
+    yield _row("field", "passes", "why")
+    yield _row("---", "---", "---")
+    for name, (why, harmless) in sorted(table.items()):
+        yield _row(f"`{name}`", ", ".join(f"`{json.dumps(value)}`" for value in (None, *harmless)), why)
+
+
+def _sglang() -> Iterator[str]:
+    params = (f"sampling_params.{name}" for name in SGLangSampling.model_fields)
+    served = sorted([*SGLangRequest.model_fields.keys() - {"sampling_params"}, *params])
+    yield "\n## Fields of SGLang's /generate\n"
+    yield "Every field of sglang 0.5.23 is in one of these lists. Served:"
+    yield from textwrap.wrap(", ".join(f"`{name}`" for name in served) + ".", 120)
+    yield '\nRefused by name (400), but for these values, 0, `""`, `[]`, `{}` and `false`, which ask for nothing:\n'
+    yield from _refusals(SGLANG_REFUSED)
+    yield "\nWithout effect, and passed in silence:\n"
+    yield from _reasons("field", SGLANG_NO_EFFECT)
+    yield "\nSkyRL sends vLLM's fields to vLLM's paths; of /collective_rpc `method` and `kwargs` are read."
 
 
 def _fate(name: str) -> str:
@@ -105,7 +126,7 @@ def _reasons(what: str, table: Mapping[str, str]) -> Iterator[str]:
 
 def page() -> str:
     """The page's text."""
-    return "\n".join([_HEAD.rstrip("\n"), *_endpoints(), *_fields(), *_flags()]) + "\n"
+    return "\n".join([_HEAD.rstrip("\n"), *_endpoints(), *_fields(), *_sglang(), *_flags()]) + "\n"
 
 
 if __name__ == "__main__":

@@ -20,11 +20,18 @@ from rollout.server.wire.body import GenerationBody
 from rollout.server.wire.chat import ChatCompletionRequest
 from rollout.server.wire.completions import CompletionRequest
 from rollout.server.wire.fields import NO_EFFECT, REFUSED
+from rollout.server.wire.sglang import SGLangRequest, SGLangSampling
+from rollout.server.wire.sglang_fields import NO_EFFECT as SGLANG_NO_EFFECT
+from rollout.server.wire.sglang_fields import REFUSED as SGLANG_REFUSED
 from rollout.server.wire.tokens import GenerateRequest
 from tests.support.server_harness import RunningServer
 from tests.support.text_server import events, ok, refusal
 
-NAMES: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "vllm_names.json").read_text())
+DATA = Path(__file__).parents[1] / "data"
+NAMES: dict[str, Any] = json.loads((DATA / "vllm_names.json").read_text())
+# What SGLang itself writes into its parameters, of those that a client sends.
+SGLANG_INTERNAL = {"is_normalized", "ebnf_full_assistant", "stop_strs", "stop_str_max_len"}
+SGLANG_INTERNAL |= {"stop_regex_strs", "stop_regex_max_len"}
 MODELS: dict[str, list[str]] = NAMES["models"]
 PATHS: list[str] = NAMES["paths"]
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
@@ -57,6 +64,18 @@ def test_so_is_every_sampling_parameter() -> None:
 
 def test_no_field_is_decided_twice() -> None:
     assert REFUSED.keys() & NO_EFFECT.keys() == set()
+    served = {*SGLangRequest.model_fields, *(f"sampling_params.{name}" for name in SGLangSampling.model_fields)}
+    assert len(served | SGLANG_REFUSED.keys() | SGLANG_NO_EFFECT.keys()) == sum(
+        map(len, (served, SGLANG_REFUSED, SGLANG_NO_EFFECT))
+    )
+
+
+def test_every_field_of_sglangs_is_decided() -> None:
+    theirs = json.loads((DATA / "peer_names.json").read_text())["sglang"]
+    decided = SGLangRequest.model_fields.keys() | SGLANG_REFUSED.keys() | SGLANG_NO_EFFECT.keys()
+    assert [name for name in theirs["GenerateReqInput"] if name not in decided] == []
+    inner = {name.partition(".")[2] for name in decided} | SGLangSampling.model_fields.keys()
+    assert [name for name in theirs["SamplingParams"] if name not in inner | SGLANG_INTERNAL] == []
 
 
 @pytest.mark.parametrize(("path", "body"), DIALECTS, ids=[path for path, _ in DIALECTS])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -24,6 +26,7 @@ from tests.support.text_server import ok, refusal, tokenizer
 from tests.support.wait import eventually
 
 ASKED = {"return_logprob": True}
+EBNF = re.compile(r"(ab|ba\d)+")
 
 
 def generate(client: httpx.Client, input_ids: Any, params: dict[str, Any] | None = None, **more: Any) -> Any:
@@ -176,6 +179,38 @@ def test_support_in_both_forms_holds_what_was_drawn(served: httpx.Client, model:
         assert meta["output_token_logprobs"][index][0] == pytest.approx(expected.item(), abs=TOLERANCE)
 
 
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yz"]}, "b": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("asked", "holds"),
+    [
+        ({"regex": "[0-9]{3}-[a-c]{2}"}, lambda text: re.fullmatch("[0-9]{3}-[a-c]{2}", text)),
+        ({"json_schema": json.dumps(SCHEMA)}, lambda text: jsonschema.validate(json.loads(text), SCHEMA) is None),
+        ({"ebnf": 'root ::= pair+\npair ::= "ab" | "ba" digit\ndigit ::= [0-9]'}, EBNF.fullmatch),
+        ({"regex": "", "json_schema": "", "ebnf": ""}, lambda text: not EBNF.fullmatch(text)),
+    ],
+    ids=["regex", "json_schema", "ebnf", "none"],
+)
+def test_answers_are_of_the_form_that_is_asked_for(
+    served: httpx.Client, asked: dict[str, Any], holds: Callable[[str], object]
+) -> None:
+    known = tokenizer()
+    blank = {i: -100.0 for i in range(len(known)) if not known.decode([i]).strip()}  # JSON may hold any amount of it
+    params = {**asked, "max_new_tokens": 64, "temperature": 1.0, "n": 4, "sampling_seed": 3, "logit_bias": blank}
+    for choice in generate(served, prompt(5), params):
+        if choice["meta_info"]["finish_reason"]["type"] == "stop" or not any(asked.values()):
+            assert holds(choice["text"]), choice["text"]
+        else:  # a loop of the grammar may last longer than the answer
+            assert "ebnf" in asked
+            assert re.match(r"((ab|ba\d)*)", choice["text"])
+
+
 def test_text_goes_in_and_comes_out(served: httpx.Client, tiny: Path) -> None:
     spoken = tokenizer()
     params = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
@@ -292,8 +327,14 @@ def test_null_is_the_default_and_what_says_nothing_passes(server: RunningServer,
         ({"input_ids": A, "image_data": ["x"]}, "image_data"),
         ({"input_ids": A, "lora_path": "x-v1"}, "lora_path"),
         ({"input_ids": A, "custom_logit_processor": "gASV"}, "custom_logit_processor"),
-        ({"input_ids": A, "sampling_params": {"regex": "a+"}}, "sampling_params.regex"),
-        ({"input_ids": A, "sampling_params": {"json_schema": "{}"}}, "sampling_params.json_schema"),
+        ({"input_ids": A, "sampling_params": {"regex": "a+("}}, "sampling_params.regex"),
+        ({"input_ids": A, "sampling_params": {"json_schema": "{"}}, "sampling_params.json_schema"),
+        ({"input_ids": A, "sampling_params": {"ebnf": "root ::= other"}}, "sampling_params.ebnf"),
+        ({"input_ids": A, "sampling_params": {"ebnf": "x" * 99_999}}, "sampling_params.ebnf"),
+        ({"input_ids": A, "sampling_params": {"regex": "a+", "ebnf": 'root ::= "a"'}}, "sampling_params.ebnf"),
+        ({"input_ids": A, "sampling_params": {"regex": "a+", "ignore_eos": True}}, "ignore_eos"),
+        ({"input_ids": A, "sampling_params": {"structural_tag": "{}"}}, "sampling_params.structural_tag"),
+        ({"input_ids": A, "sampling_params": {"stop_regex": "a+"}}, "sampling_params.stop_regex"),
         ({"input_ids": A, "sampling_params": {"beam_width": 2}}, "sampling_params.beam_width"),
         ({"input_ids": A, "text": "a"}, "input_ids"),
         ({}, "input_ids"),

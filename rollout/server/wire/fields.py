@@ -117,13 +117,13 @@ NO_EFFECT: dict[str, str] = {
 }
 
 
-def refuse_unserved(extra: Mapping[str, Any]) -> None:
+def refuse_unserved(extra: Mapping[str, Any], refused: Mapping[str, Refusal] = REFUSED) -> None:
     """Raise ParameterError for the first of these undeclared fields that asks for what isn't served.
 
-    Names may be paths: of `sampling_params.regex` the last part counts.
+    Names may be paths: where the table has no `sampling_params.regex`, the last part counts.
     """
     for path, value in extra.items():
-        refusal = REFUSED.get(path.rpartition(".")[2])
+        refusal = refused.get(path) or refused.get(path.rpartition(".")[2])
         if value is not None and refusal is not None and value not in refusal.harmless:
             raise ParameterError(f"{path} is not supported by this server: {refusal.why}; leave it out.", path)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 from msgspec import UNSET, UnsetType
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from rollout.config import ServerConfig
 from rollout.outputs import FinishReason, IdArray, TokenLogprob, WeightVersionSpan
@@ -22,31 +22,18 @@ from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.errors import ApiError, ErrorBody
 from rollout.server.wire.answer import Answer, Delta, Writer
 from rollout.server.wire.body import MAX_PROMPTS, Each, GenerationBody, Prompt, Text, TextPrompt, TokenIds
+from rollout.server.wire.fields import refuse_unserved
 from rollout.server.wire.logprobs import sendable, token_text
+from rollout.server.wire.sglang_fields import NO_EFFECT, REFUSED, SGLangGrammars
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
-# Fields that this server can't honour, and what they may hold without asking for it; so may null, 0, "", [] and false.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("input_embeds", "image_data", "video_data", "audio_data", "lora_path", "lora_id"), ()),
-    **dict.fromkeys(("custom_logit_processor", "session_params", "positional_embed_overrides", "watermark"), ()),
-    **dict.fromkeys(("return_hidden_states", "return_indexer_topk", "return_entropy", "max_thinking_tokens"), ()),
-    **dict.fromkeys(("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "bootstrap_room"), ()),
-    **dict.fromkeys(("multi_item_delimiter_indices", "token_indices_to_pool"), ()),
-    **{f"sampling_params.{name}": () for name in ("regex", "json_schema", "ebnf", "structural_tag", "stop_regex")},
-    "sampling_params.watermark": (),
-    "sampling_params.beam_width": (1,),
-    "sampling_logprobs_mode": ("selected",),
-}
-# What says something to SGLang's routers, logs and caches, and changes no answer.
-_WITHOUT_EFFECT = {"session_id", "routing_key", "conversation_id", "extra_key", "log_metrics", "no_logs", "modalities"}
+_READ_APART = {"stop", "no_stop_trim", "custom_params", *SGLangGrammars.model_fields}
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
 
 
-class SGLangSampling(BaseModel):
+class SGLangSampling(SGLangGrammars):
     """`sampling_params`. Null means the default; of `max_new_tokens` it means as many as the model's length allows."""
-
-    model_config = ConfigDict(extra="allow")
 
     n: int | None = None
     max_new_tokens: int | None = DEFAULT_MAX_NEW_TOKENS
@@ -102,8 +89,13 @@ class SGLangRequest(GenerationBody):
     @property
     def ignored(self) -> list[str]:
         """The fields with a value that this server doesn't know; those that `check` lets pass ask for nothing."""
-        passed = _UNSUPPORTED.keys() | _WITHOUT_EFFECT
-        return [name for name, value in self.unknown.items() if value is not None and name not in passed]
+        known = REFUSED.keys() | NO_EFFECT.keys()
+        return [name for name, value in self.unknown.items() if value is not None and name not in known]
+
+    @property
+    def structure_param(self) -> str:
+        """The field that asks for structured outputs."""
+        return f"sampling_params.{self.sampling_params.given}"
 
     @property
     def in_batch(self) -> bool:
@@ -144,9 +136,7 @@ class SGLangRequest(GenerationBody):
 
     def check(self) -> None:
         """Refuse by name what this server doesn't do, and what doesn't go together."""
-        for name, value in self.unknown.items():
-            if value and value not in _UNSUPPORTED.get(name, (value,)):
-                raise ParameterError(f"{name} is not supported by this server; leave it out.", name)
+        refuse_unserved({name: value for name, value in self.unknown.items() if value}, REFUSED)
         if (self.text is None) == (self.input_ids is None):
             raise ParameterError("Send either text or input_ids.", "input_ids")
         if isinstance(self.rid, list) and len(self.rid) != len(self.prompts()):
@@ -179,7 +169,7 @@ class SGLangRequest(GenerationBody):
     def to_sampling_params(self) -> SamplingParams:
         """The engine's parameters. An engine step yields a token, so a mere score generates one that isn't sent."""
         sampling = self.sampling_params
-        asked = sampling.model_dump(exclude={"stop", "no_stop_trim", "custom_params"}, exclude_none=True)
+        asked = sampling.model_dump(exclude=_READ_APART, exclude_none=True)
         known = {_NAMES.get(name, name): asked[name] for name in asked if name in SGLangSampling.model_fields}
         if self.only_scores:
             known["max_tokens"] = 1
@@ -192,6 +182,7 @@ class SGLangRequest(GenerationBody):
             logprobs=None if ids else logprobs,
             logprob_token_ids=ids,
             prompt_logprobs=logprobs if self.scores_prompt else None,
+            structured_outputs=sampling.structured_outputs(),
         )
 
 
