@@ -10,14 +10,16 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import re
 import sys
 import tarfile
+import urllib.parse
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 VERSION = "0.33.0"
-_INDEX = f"https://pypi.org/pypi/vllm/{VERSION}/json"
+_INDEX = "https://pypi.org/simple/vllm/"  # which mirrors have, too
 
 # The request models of the endpoints that exist here too, by the file that defines them.
 _MODELS = {
@@ -42,15 +44,17 @@ def source(folder: Path) -> Path:
     """The unpacked source, fetched into `folder` where it isn't there yet."""
     root = folder / f"vllm-{VERSION}"
     if not root.is_dir():
+        name = f"vllm-{VERSION}.tar.gz"
         with urllib.request.urlopen(_INDEX, timeout=60) as answer:
-            files = json.load(answer)["urls"]
-        (sdist,) = (file for file in files if file["packagetype"] == "sdist")
-        with urllib.request.urlopen(urllib.request.urljoin(_INDEX, sdist["url"]), timeout=600) as answer:
+            found = re.search(rf'href="([^"]*/{re.escape(name)})#sha256=([0-9a-f]{{64}})', answer.read().decode())
+        if found is None:
+            raise ValueError(f"{_INDEX} has no {name} with a checksum")
+        with urllib.request.urlopen(urllib.parse.urljoin(_INDEX, found[1]), timeout=600) as answer:
             data = answer.read()
-        if (found := hashlib.sha256(data).hexdigest()) != sdist["digests"]["sha256"]:
-            raise ValueError(f"{sdist['filename']} has the checksum {found}, not {sdist['digests']['sha256']}")
+        if (checksum := hashlib.sha256(data).hexdigest()) != found[2]:
+            raise ValueError(f"{name} has the checksum {checksum}, not {found[2]}")
         folder.mkdir(parents=True, exist_ok=True)
-        archive = folder / sdist["filename"]
+        archive = folder / name
         archive.write_bytes(data)
         with tarfile.open(archive) as tar:
             tar.extractall(folder, filter="data")

@@ -14,7 +14,8 @@ import pytest
 from rollout.config import ServerConfig
 from rollout.server.errors import ApiError
 from rollout.server.wire.answer import Answer
-from rollout.server.wire.anthropic import MessagesRequest, MessagesWriter
+from rollout.server.wire.anthropic import MessagesRequest
+from rollout.server.wire.messages import MessagesWriter
 from tests.support import text_server
 from tests.support.text_server import events, ok, refusal
 
@@ -241,6 +242,8 @@ def anthropic_events(response: httpx.Response) -> list[Any]:
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aa"}}
 USE = {"type": "tool_use", "id": "c1", "name": "weather", "input": {"city": "Rome"}}
+TOOL: dict[str, Any] = {"name": "weather", "description": "of a city", "input_schema": WEATHER["parameters"]}
+AS_NUMBER = {"output_config": {"format": {"type": "json_schema", "schema": {"type": "integer"}}}}
 TURNS: list[tuple[list[Any], dict[str, Any], list[Any], dict[str, Any]]] = [
     ([USER], {"system": "Be brief."}, [{"role": "system", "content": "Be brief."}, USER], {}),
     (
@@ -267,7 +270,7 @@ TURNS: list[tuple[list[Any], dict[str, Any], list[Any], dict[str, Any]]] = [
                 ],
             },
         ],
-        {"tools": [{"name": "weather", "description": "of a city", "input_schema": WEATHER["parameters"]}]},
+        {"tools": [TOOL]},
         [
             USER,
             {"role": "assistant", "content": "", "tool_calls": [CALL], "reasoning_content": "hm"},
@@ -330,7 +333,16 @@ def test_a_plain_message_has_anthropics_fields_only(client: httpx.Client) -> Non
         ({"messages": []}, "body.messages", "at least 1 item"),
         ({"messages": [{"role": "user", "content": []}]}, "messages.0.content", "is empty"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "body.messages.0.role", "'user'"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice", "'any'"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice", "isn't in `tools`"),
+        ({"tool_choice": {"type": "tool", "name": "no"}, "tools": [TOOL]}, "tool_choice", "'no'"),
+        ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice", "isn't in `tools`"),
+        ({"tool_choice": {"type": "any"}, "tools": [TOOL], **AS_NUMBER}, "tool_choice", "send one"),
+        ({"tool_choice": {"type": "sometimes"}}, "body.tool_choice.type", "'any'"),
+        (
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            "tool_choice.disable_parallel_tool_use",
+            "leave it out",
+        ),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"a": "b" * 99_999}}}},
             "output_config.format",

@@ -1,6 +1,7 @@
 """An engine process without a model: it speaks the messages of the real one and samples by a rule.
 
-The token after prompt p, at output position i of choice c, is (p[-1] + 1 + i + 10 c) mod VOCAB_SIZE. Prompts whose
+The token after prompt p, at output position i of choice c, is (p[-1] + 1 + i + 10 c) mod VOCAB_SIZE; where the cache
+salt begins with SAY, the answer is the bytes of what follows there, and EOS. Prompts whose
 first id is one of the constants below make it misbehave. `stats` tells what it was asked.
 """
 
@@ -34,6 +35,7 @@ VOCAB_SIZE = 49152  # and the limit: those of the recorded answers
 MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 8
 EOS = 999
+SAY = "say:"
 SLOW = 990  # one token every 50 ms
 NEVER = 991  # accepted, but no token ever comes
 DIE = 992  # the process is killed after three tokens
@@ -147,6 +149,9 @@ class FakeEngine:
     def token(self, request: AddRequest, index: int, position: int) -> TokenOutput:
         params, prompt = request.sampling_params, request.prompt_token_ids
         token = (prompt[-1] + 1 + position + 10 * index) % VOCAB_SIZE
+        if request.cache_salt is not None and request.cache_salt.startswith(SAY):
+            said = request.cache_salt.removeprefix(SAY).encode()
+            token = said[position] if position < len(said) else EOS
         output = TokenOutput(request.request_id, index, token, version=self.version)
         if params.logprobs is not None:
             ids = [token, *range(params.logprobs)]  # the sampled token may be among the top k

@@ -16,9 +16,10 @@ from rollout.server.generation import Generation
 from rollout.server.limits import BoundedRoute
 from rollout.server.prompts import encode
 from rollout.server.wire.answer import B, Writer
-from rollout.server.wire.anthropic import MessagesRequest, MessagesWriter
+from rollout.server.wire.anthropic import MessagesRequest
 from rollout.server.wire.chat import ChatCompletionRequest, ChatWriter
 from rollout.server.wire.completions import CompletionRequest, CompletionWriter
+from rollout.server.wire.messages import MessagesWriter
 from rollout.server.wire.sglang import SGLangRequest, SGLangWriter
 from rollout.server.wire.tokens import GenerateRequest, GenerateWriter
 

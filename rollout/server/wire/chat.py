@@ -13,24 +13,17 @@ from msgspec import UNSET, UnsetType
 
 from rollout.config import ServerConfig
 from rollout.outputs import FinishReason
-from rollout.sampling.params import ParameterError, SamplingParams, StructuredOutputsParams
+from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.errors import ErrorBody
-from rollout.server.text.call_formats import (
-    CALL_FORMATS,
-    REASONING_FORMATS,
-    CallFormat,
-    arguments_schema,
-    calls_schema,
-    tools_by_name,
-)
-from rollout.server.text.calls import AnswerReader, Part
+from rollout.server.text.call_formats import tools_by_name
 from rollout.server.wire.answer import Answer, Delta, Usage
 from rollout.server.wire.body import ChatFields, Prompt
 from rollout.server.wire.logprobs import PromptLogprobs, TextLogprobs, text_logprobs
-from rollout.server.wire.openai import FINGERPRINT, ChatLogprobs, OpenAIRequest, OpenAIWriter, TokenExtras
+from rollout.server.wire.openai import FINGERPRINT, OpenAIWriter, TokenExtras
+from rollout.server.wire.parts import ChatRequest, PartReader
 
 
-class ChatCompletionRequest(ChatLogprobs, OpenAIRequest, ChatFields):
+class ChatCompletionRequest(ChatRequest, ChatFields):
     """Answer a chat. Tool calls and reasoning are parts of their own where the server has a parser for them."""
 
     id_prefix = "chatcmpl-"
@@ -43,20 +36,11 @@ class ChatCompletionRequest(ChatLogprobs, OpenAIRequest, ChatFields):
     return_prompt_text: bool | None = None
 
     def check(self) -> None:
-        """As the base class; also a tool choice that can't be kept."""
+        """As the base class; also a tool choice of no known kind."""
         super().check()
-        choice, named = self.tool_choice, self.named_tool
-        if choice in (None, "auto", "none"):
-            pass
-        elif choice != "required" and named is None:
+        if self.tool_choice not in (None, "auto", "none") and not self.forced:
             kinds = '\'auto\', \'none\', \'required\' or {"type": "function", "function": {"name": …}}'
-            raise ParameterError(f"tool_choice must be {kinds}, got {choice!r}.", "tool_choice")
-        elif named not in (None, *self.functions) or not self.functions:
-            raise ParameterError(f"tool_choice asks for {named or 'a tool'!r}, which isn't in `tools`.", "tool_choice")
-        elif self.structured_outputs is not None or self.response_format is not None:
-            message = "tool_choice forces an answer's form, as structured_outputs and response_format do: send one."
-            raise ParameterError(message, "tool_choice")
-        self.check_logprobs()
+            raise ParameterError(f"tool_choice must be {kinds}, got {self.tool_choice!r}.", "tool_choice")
 
     def template_arguments(self) -> dict[str, Any]:
         """As the base class; models with levels of reasoning read this one too."""
@@ -76,20 +60,25 @@ class ChatCompletionRequest(ChatLogprobs, OpenAIRequest, ChatFields):
         """The chat."""
         return [self]
 
-    def to_sampling_params(self) -> SamplingParams:
+    def plain_params(self) -> SamplingParams:
         """The engine's parameters. Without a limit, the answer may fill the model's length."""
         limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        params = self._sampling_params(limit, self.engine_logprobs)
-        if self.named_tool is not None:
-            params.structured_outputs = StructuredOutputsParams(json=arguments_schema(self.functions[self.named_tool]))
-        elif self.tool_choice == "required":
-            params.structured_outputs = StructuredOutputsParams(json=calls_schema(self.functions))
-        return params
+        return self._sampling_params(limit, self.engine_logprobs)
 
     @property
-    def functions(self) -> dict[str, Mapping[str, Any]]:
+    def functions(self) -> Mapping[str, Mapping[str, Any]]:
         """The schemas of the tools' arguments, by name."""
         return tools_by_name(self.tools)
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may call a tool."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer must call some tool."""
+        return self.tool_choice == "required"
 
     @property
     def named_tool(self) -> str | None:
@@ -98,23 +87,6 @@ class ChatCompletionRequest(ChatLogprobs, OpenAIRequest, ChatFields):
         function = choice.get("function") if isinstance(choice, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         return name if isinstance(name, str) else None
-
-    @property
-    def structure_param(self) -> str:
-        """The field that asks for structured outputs."""
-        forced = self.tool_choice == "required" or self.named_tool is not None
-        return "tool_choice" if forced else super().structure_param
-
-    def adapt(self, params: SamplingParams, config: ServerConfig) -> None:
-        """Marks of calls and of reasoning may be special tokens: parsers must see them."""
-        if config.reasoning_parser or self.call_format(config):
-            params.skip_special_tokens = False
-
-    def call_format(self, config: ServerConfig) -> CallFormat | None:
-        """How calls are written that the answer may have."""
-        if not (config.enable_auto_tool_choice and self.tools) or self.tool_choice == "none":
-            return None
-        return CALL_FORMATS[config.tool_call_parser or ""]
 
 
 class CalledFunction(msgspec.Struct, omit_defaults=True):
@@ -233,41 +205,15 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
     ) -> None:
         super().__init__(body, config, answers)
         self._begun: set[int] = set()
-        self._readers: dict[int, AnswerReader] = {}
-        self._called: set[int] = set()
-        forced = body.structure_param == "tool_choice"
-        self._parses = parses and bool(config.reasoning_parser or body.call_format(config) or forced)
-
-    def _read(self, answer: Answer, delta: Delta) -> Part:
-        """The parts of what is new of a choice."""
-        if not self._parses:
-            return Part(content=delta.text or "")
-        reader = self._readers.get(delta.index)
-        if reader is None:
-            reasoning = REASONING_FORMATS.get(self.config.reasoning_parser or "")
-            reader = self._readers[delta.index] = AnswerReader(
-                calls=self.body.call_format(self.config),
-                reasoning=reasoning,
-                tools=self.body.functions,
-                required=self.body.tool_choice == "required",
-                named=self.body.named_tool,
-                begun=reasoning is not None and answer.prompt_ends_with(reasoning.begin),
-            )
-        part = reader.take(delta.text or "")
-        if delta.finish_reason is not None:
-            last = reader.end()
-            part = Part(part.reasoning + last.reasoning, part.content + last.content, part.calls + last.calls)
-        if part.calls:
-            self._called.add(delta.index)
-        return part
+        self._parts = PartReader(body, config, parses=parses)
 
     def _finish_reason(self, delta: Delta) -> str | None:
         """As OpenAI has it; a call that was asked for by name is none of them there."""
-        by_call = delta.index in self._called and self.body.named_tool is None
+        by_call = delta.index in self._parts.called and self.body.named_tool is None
         return "tool_calls" if by_call and delta.finish_reason == FinishReason.STOP else delta.finish_reason
 
     def _message(self, answer: Answer, delta: Delta) -> AssistantMessage:
-        part = self._read(answer, delta)
+        part = self._parts.read(answer, delta)
         message = AssistantMessage(content=self.body.echoed + part.content)
         if part.reasoning:
             message.reasoning = message.reasoning_content = part.reasoning
@@ -311,7 +257,7 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
 
     def chunk_choice(self, answer: Answer, delta: Delta) -> ChatChunkChoice:
         """What is new of a choice."""
-        part = self._read(answer, delta)
+        part = self._parts.read(answer, delta)
         message = MessageDelta(content=part.content)
         if part.reasoning:
             message.reasoning = message.reasoning_content = part.reasoning

@@ -10,9 +10,9 @@ from fastapi import FastAPI
 
 from rollout.server.errors import ErrorBody
 from rollout.server.wire.answer import Writer
-from rollout.server.wire.anthropic import MessagesWriter
 from rollout.server.wire.chat import ChatChunk, ChatResponse, ChatWriter
 from rollout.server.wire.completions import CompletionChunk, CompletionResponse, CompletionWriter
+from rollout.server.wire.messages import MessagesWriter
 from rollout.server.wire.render import DerenderedChunk, RenderedRequest
 from rollout.server.wire.sglang import SGLangWriter
 from rollout.server.wire.tokens import GenerateWriter
