@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import queue
@@ -146,6 +147,8 @@ class EngineProcess:
 
     def serve(self) -> None:
         """Serve for ever."""
+        gc.collect()
+        gc.freeze()  # what was loaded stays: no collection between two steps need look at it
         self._send(ready(self.engine))
         while True:
             self.turn()

@@ -52,9 +52,11 @@ class SchedulerOutput:
 
 _order = attrgetter("order")
 
-STEP_SECONDS = 0.4
+STEP_SECONDS = 0.25
 """What a step's prefills may take: those that decode wait for them. See `Scheduler.seconds_per_token`."""
-LEAST_CHUNK = 16
+ALONE_SECONDS = 0.5
+"""The same where nothing decodes: only what comes meanwhile waits."""
+LEAST_CHUNK = 32
 """Tokens of a prefill that a step may hold on the slowest machine; steps of fewer say little of its speed."""
 LONG_PREFILL_STEPS = 4
 """A prefill that has more left than so many steps hold is long: it leaves half a step to those that wait behind it."""
@@ -65,7 +67,7 @@ class Scheduler:
 
     `requests` are those with unfinished sequences, by id. `seconds_per_token` is what a token has cost in the last
     step with a prefill: no more of prefills is put into a step than takes STEP_SECONDS, so that those that decode get
-    their next tokens soon on a slow machine too. On a device that is not measured it is 0.
+    their next tokens soon on a slow machine too (ALONE_SECONDS where none does). Where nothing is measured it is 0.
     `tables` (max_num_seqs, width) int32 holds the block table of each running sequence, in the row of its `seat`,
     filled up with 0: what a device reads, changed by what changes.
     """
@@ -176,7 +178,8 @@ class Scheduler:
         """Choose the next step's tokens and allocate their blocks. An empty step means that there is nothing to do."""
         step = SchedulerOutput([])
         decoding = sum([s.in_flight + len(s.token_ids) - s.num_computed == 1 for s in self.running])
-        in_time = max(LEAST_CHUNK, int(STEP_SECONDS / max(self.seconds_per_token, 1e-9)))
+        seconds = STEP_SECONDS if decoding else ALONE_SECONDS
+        in_time = max(LEAST_CHUNK, int(seconds / max(self.seconds_per_token, 1e-9)))
         self._prefill_budget = min(self.max_num_batched_tokens - decoding, in_time)
         self._long_prefill = LONG_PREFILL_STEPS * self._prefill_budget
         self._head_rows = self.max_head_rows - decoding

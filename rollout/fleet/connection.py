@@ -70,6 +70,10 @@ OnMessage gets the engine's messages in order, OnFailure the reason, once, when 
 # Between an engine's exit and the report of it: time to read what it sent last, its reason above all.
 _LAST_WORDS_S = 0.3
 _CONNECTED_S = 0.02
+# How often a thread of the engine looks whether the others are done before it sleeps: for some 0.1 to 0.3 ms, longer
+# than what lies between two loops of a step. libgomp's own 300,000 take 20 ms: where another process wants a core, each
+# of the step's hundreds of loops would spin away the time slice that its last thread needs.
+_SPINS = "5000"
 
 
 def processes(target: EngineTarget) -> EngineStarter:
@@ -109,6 +113,7 @@ def _on_devices(target: EngineTarget, rank: int, config: EngineConfig, to_engine
 def _child(target: EngineTarget, config: EngineConfig, to_engine: str, from_engine: str) -> None:
     """Run `target`; end when the spawning process is gone, however early, and however busy the other threads are."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the server ends its engine itself
+    share_cores()
 
     def exit_with_parent() -> None:
         parent = multiprocessing.parent_process()
@@ -118,6 +123,13 @@ def _child(target: EngineTarget, config: EngineConfig, to_engine: str, from_engi
 
     threading.Thread(target=exit_with_parent, name="parent watch", daemon=True).start()
     target(config, to_engine, from_engine)
+
+
+def share_cores() -> None:
+    """Have this process's OpenMP threads sleep soon where they wait, unless the environment says how they are to; to
+    be called before torch is imported."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
 class ProcessConnection:

@@ -278,15 +278,15 @@ def test_a_stream_does_not_stand_still_for_seconds_beside_a_long_prompt() -> Non
     while len(w.scheduler.requests) == 2:
         seconds, sampled = pace(w, 1 / 350)
         assert victim in sampled
-        assert seconds < 0.5
-    assert victim.output_len < 20, "no slower than need be"
+        assert seconds < 0.3
+    assert victim.output_len < 26, "no slower than need be"
 
 
 def test_a_prefill_follows_the_speed_that_was_measured() -> None:
     w = slow_world(tokens_a_second=100)
     w.add([1] * 1000, max_tokens=1)
-    chunks = [round(pace(w, 1 / 500)[0] * 500) for _ in range(6)]
-    assert chunks == [40, 200, 200, 200, 200, 160]
+    chunks = [round(pace(w, 1 / 500)[0] * 500) for _ in range(5)]
+    assert chunks == [50, 250, 250, 250, 200]
 
 
 def test_decodes_say_nothing_of_what_a_prefill_costs() -> None:
@@ -305,4 +305,4 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
     assert short in pace(w, 1 / 350)[1]
     before = long.num_computed
     pace(w, 1 / 350)
-    assert long.num_computed - before == 140, "alone it has the whole step"
+    assert long.num_computed - before == 175, "alone it has the whole step"

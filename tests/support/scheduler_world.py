@@ -9,7 +9,7 @@ import numpy as np
 
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.request import Request, Sequence
-from rollout.engine.scheduler import LEAST_CHUNK, STEP_SECONDS, Scheduler, SchedulerOutput
+from rollout.engine.scheduler import ALONE_SECONDS, LEAST_CHUNK, STEP_SECONDS, Scheduler, SchedulerOutput
 from rollout.outputs import TokenLogprob
 from rollout.sampling.params import SamplingParams
 
@@ -58,7 +58,9 @@ class World:
         assert scheduled or not (s.running or s.waiting), "there is work, and nothing goes on"
         assert sum(item.count for item in step.scheduled) <= s.max_num_batched_tokens
         prefilled = sum(item.count for item in step.scheduled if item.sequence not in decoding)
-        assert prefilled <= LEAST_CHUNK or prefilled * s.seconds_per_token <= STEP_SECONDS
+        assert prefilled <= LEAST_CHUNK or prefilled * s.seconds_per_token <= (
+            STEP_SECONDS if decoding else ALONE_SECONDS
+        )
         assert len(s.running) <= s.max_num_seqs
         assert sum(item.count for item in step.scheduled if item.wants_prompt_rows) <= s.max_head_rows
         assert sum(item.num_head_rows for item in step.scheduled) <= s.max_head_rows + len(s.running)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import re
 import threading
@@ -58,6 +59,7 @@ class BackgroundTokenizer:
                 if (template := self._chat_template) is not None:
                     tokenizer.chat_template = template if "{" in template else Path(template).read_text()
                 self._loaded.set_result(Vocabulary(tokenizer))
+                gc.freeze()  # it and all that it imports stay
                 return
             except Exception as error:  # whatever transformers raises on such a folder: token ids need no tokenizer
                 if not _will_pass(error):
