@@ -50,6 +50,16 @@ def _signature(method: ast.FunctionDef | ast.AsyncFunctionDef) -> dict[str, Any]
     }
 
 
+def called(file: Path, on: str) -> list[str]:
+    """The methods that a file calls on Ray actors that it calls `on`."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.Attribute(attr="remote", value=ast.Attribute(attr=method, value=ast.Name(id=name))) if name == on:
+                found.add(method)
+    return sorted(found)
+
+
 def names(folder: Path) -> dict[str, Any]:
     """What is recorded."""
     sglang: dict[str, Any] = {}
@@ -59,6 +69,8 @@ def names(folder: Path) -> dict[str, Any]:
     for file, classes in _VERL.items():
         verl |= signatures(folder / file, classes)
     verl["TokenOutput"] = fields(folder / "verl/workers/rollout/replica.py", ["TokenOutput"])["TokenOutput"]
+    callers = ("verl/workers/rollout/replica.py", "verl/workers/rollout/llm_server.py")
+    verl["called"] = sorted({method for file in callers for method in called(folder / file, "server")})
     made = "python -m tests.peers.peer_names: names in the sources of sglang 0.5.23 and verl 0.9.1"
     return {"how": made, "sglang": sglang, "verl": verl}
 

@@ -15,57 +15,18 @@ count the pushes as TRL counts its model versions, so that each token says which
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from rollout.rendezvous import TensorInfo
 from trainer_bridge.client import RolloutClient
 from trainer_bridge.integrations.trl_compat import AsyncGRPOConfig, AsyncGRPOTrainer, replace_cuda_functions
 from trainer_bridge.integrations.trl_worker import LABEL, RolloutWorker
 from trainer_bridge.push.sender import PushResult, WeightSender
-from trainer_bridge.push.sources import full
+from trainer_bridge.push.sources import StreamSource
 
 __all__ = ["RolloutWorker", "WeightTransfer", "log_gap"]
-
-
-class _Stream:
-    """The (name, tensor) pairs of one push, as a weight source.
-
-    TRL hands over an iterator and no manifest, so the first push takes all of it before it announces anything: that
-    copies nothing unless the model is sharded, where rank 0 then holds the whole of it once. Later pushes stream.
-    """
-
-    distributed = False  # TRL's ranks gather by themselves
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._infos: list[TensorInfo] | None = None
-        self._pairs: Iterator[tuple[str, torch.Tensor]] = iter(())
-
-    def begin(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """These are the next push's."""
-        if self._infos is None:
-            held = list(pairs)
-            self._infos, pairs = [_info(*pair) for pair in held], iter(held)
-        self._pairs = pairs
-
-    def infos(self) -> list[TensorInfo]:
-        return self._infos or []
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """One tensor at a time. Raises ValueError where they aren't those of the first push."""
-        for known, pair in itertools.zip_longest(self.infos(), self._pairs):
-            if known is None or pair is None or _info(*pair) != known:
-                got = None if pair is None else _info(*pair)
-                raise ValueError(f"the model's parameters changed since the first push: {known} was, {got} is")
-            yield full(pair[1])
-
-
-def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
-    return TensorInfo(name, tensor.dtype, tuple(tensor.shape))
 
 
 class WeightTransfer:
@@ -82,7 +43,7 @@ class WeightTransfer:
         self._args = args
         self._api_key = api_key
         self._partial = partial
-        self._stream = _Stream(args.device)
+        self._stream = StreamSource(args.device)
         self._sender: WeightSender | None = None
 
     def init_weight_transfer(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -77,6 +78,54 @@ class ModuleSource(StateDictSource):
                 seen.add(id(tensor))
                 found[name] = tensor
         super().__init__(found)
+
+
+class StreamSource:
+    """The (name, tensor) pairs of one push, from a trainer that hands over an iterator and no manifest.
+
+    The first push takes all of it before it announces anything: that copies nothing unless the model is sharded, where
+    the rank that sends then holds the whole of it once. Later pushes stream. The ranks gather by themselves. Without a
+    `device` it is that of the first tensor.
+    """
+
+    distributed = False
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device
+        self._infos: list[TensorInfo] | None = None
+        self._pairs: Iterator[tuple[str, torch.Tensor]] = iter(())
+
+    @property
+    def device(self) -> torch.device:
+        """Raises ValueError where it isn't known yet."""
+        if self._device is None:
+            raise ValueError("no tensor has come so far, so their device isn't known")
+        return self._device
+
+    def begin(self, pairs: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """These are the next push's. Raises ValueError for none at the first."""
+        if self._infos is None:
+            held = list(pairs)
+            if not held:
+                raise ValueError("a weight source needs at least one tensor, got none")
+            self._device = self._device or held[0][1].device
+            self._infos, pairs = [_info(*pair) for pair in held], iter(held)
+        self._pairs = pairs
+
+    def infos(self) -> list[TensorInfo]:
+        return self._infos or []
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """One tensor at a time. Raises ValueError where they aren't those of the first push."""
+        for known, pair in itertools.zip_longest(self.infos(), self._pairs):
+            if known is None or pair is None or _info(*pair) != known:
+                got = None if pair is None else _info(*pair)
+                raise ValueError(f"the model's parameters changed since the first push: {known} was, {got} is")
+            yield full(pair[1])
+
+
+def _info(name: str, tensor: torch.Tensor) -> TensorInfo:
+    return TensorInfo(name, tensor.dtype, tuple(tensor.shape))
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
