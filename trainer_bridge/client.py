@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import aclosing
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar
 
 import httpx
 
@@ -165,7 +165,7 @@ class AsyncRolloutClient(_Client[AsyncGenerator[Generation, None]]):
     def _pieces(self, events: AsyncGenerator[Generation, None]) -> AsyncGenerator[Generation, None]:
         return events
 
-    async def __aenter__(self) -> AsyncRolloutClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -311,7 +311,7 @@ class RolloutClient(_Client[Generator[Generation, None, None]]):
         finally:
             _at_once(events.aclose())
 
-    def __enter__(self) -> RolloutClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -100,6 +100,7 @@ class ServerInfo:
     version: str
     max_model_len: int | None
     vocab_size: int
+    completion: bool = False  # llama.cpp's server, which is asked by its own `/completion`
 
 
 def inspect(url: str, api_key: str | None, vocab_size: int | None) -> ServerInfo:
@@ -109,6 +110,12 @@ def inspect(url: str, api_key: str | None, vocab_size: int | None) -> ServerInfo
     """
     with RolloutClient(url, api_key=api_key) as client:
         model = client.models()[0]
+        if model.get("owned_by") == "llamacpp":
+            about = client.request("GET", "/props")
+            length, size = about["default_generation_settings"]["n_ctx"], model["meta"]["n_vocab"]
+            return ServerInfo(
+                url, api_key, model["id"], about["build_info"], length, vocab_size or size, completion=True
+            )
         try:
             version = str(client.request("GET", "/version")["version"])
         except RolloutError:

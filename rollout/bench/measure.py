@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout.bench.llama_server import LlamaServer
 from rollout.bench.loads import Load, ServerInfo
 from trainer_bridge.client import AsyncRolloutClient
 
@@ -133,12 +134,17 @@ async def run_round(
     load: Load, server: ServerInfo, prompts: Sequence[Sequence[int]], on_answer: Callable[[], None] = lambda: None
 ) -> Round:
     """Send all prompts at once and wait for the last answer."""
-    send = _stream if load.stream else _whole
-    async with AsyncRolloutClient(server.url, api_key=server.api_key, timeout_s=TIMEOUT_S) as client:
+    kind: type[LlamaServer | _Generate] = LlamaServer if server.completion else _Generate
+    async with kind(server.url, server.api_key, TIMEOUT_S) as client:
         cpu, began = time.process_time(), time.perf_counter()
 
         async def one(prompt: Sequence[int]) -> float | None:
-            first = await send(client, load, prompt)
+            counts, first = await client.ask(load, prompt)
+            if counts != [load.max_tokens] * load.n:
+                raise ShortAnswerError(
+                    f"{server.url} was asked for {load.n} x {load.max_tokens} tokens (load {load.name!r}, ignore_eos) "
+                    f"and sampled {counts}: its throughput can't be compared"
+                )
             on_answer()
             return None if first is None else first - began
 
@@ -158,31 +164,23 @@ async def run_round(
     )
 
 
-def _params(load: Load) -> dict[str, Any]:
-    lasting = {"ignore_eos": True} if load.schema is None else {"structured_outputs": {"json": load.schema}}
-    return {"max_tokens": load.max_tokens, "n": load.n, "temperature": 1.0, **lasting}
+class _Generate(AsyncRolloutClient):
+    """A client of token-in/token-out, which vLLM's server speaks, too."""
 
+    def __init__(self, url: str, api_key: str | None, timeout_s: float) -> None:
+        super().__init__(url, api_key=api_key, timeout_s=timeout_s)
 
-async def _whole(client: AsyncRolloutClient, load: Load, prompt: Sequence[int]) -> None:
-    answer = await client.generate(prompt, _params(load))
-    _check(client, load, [len(choice.token_ids) for choice in answer.choices])
-
-
-async def _stream(client: AsyncRolloutClient, load: Load, prompt: Sequence[int]) -> float:
-    """Returns when the first token came."""
-    first, counts = 0.0, [0] * load.n
-    async for event in client.stream(prompt, _params(load)):
-        for choice in event.choices:
-            if choice.token_ids and not first:
-                first = time.perf_counter()
-            counts[choice.index] += len(choice.token_ids)
-    _check(client, load, counts)
-    return first
-
-
-def _check(client: AsyncRolloutClient, load: Load, counts: list[int]) -> None:
-    if counts != [load.max_tokens] * load.n:
-        raise ShortAnswerError(
-            f"{client.base_url} was asked for {load.n} x {load.max_tokens} tokens (load {load.name!r}, ignore_eos) and "
-            f"sampled {counts}: its throughput can't be compared"
-        )
+    async def ask(self, load: Load, prompt: Sequence[int]) -> tuple[list[int], float | None]:
+        """As `LlamaServer.ask`. Raises RolloutError."""
+        lasting = {"ignore_eos": True} if load.schema is None else {"structured_outputs": {"json": load.schema}}
+        params: dict[str, Any] = {"max_tokens": load.max_tokens, "n": load.n, "temperature": 1.0, **lasting}
+        if not load.stream:
+            answer = await self.generate(prompt, params)
+            return [len(choice.token_ids) for choice in answer.choices], None
+        first, counts = None, [0] * load.n
+        async for event in self.stream(prompt, params):
+            for choice in event.choices:
+                if choice.token_ids:
+                    first = first or time.perf_counter()
+                counts[choice.index] += len(choice.token_ids)
+        return counts, first

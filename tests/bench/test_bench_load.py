@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner
@@ -108,6 +110,72 @@ def test_figures_of_made_up_rounds() -> None:
 
 
 # -- against servers
+
+
+class LlamaStandIn(BaseHTTPRequestHandler):
+    """Answers as llama.cpp's server does, by its README and its sources (server-task.cpp, server-context.cpp)."""
+
+    bodies: ClassVar[list[dict[str, Any]]]
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        model = {
+            "id": "smol.gguf",
+            "object": "model",
+            "owned_by": "llamacpp",
+            "meta": {"n_vocab": 77, "n_ctx_train": 64},
+        }
+        props = {"default_generation_settings": {"n_ctx": 512}, "total_slots": 64, "build_info": "b1-0"}
+        self.reply({"/v1/models": {"object": "list", "data": [model]}, "/props": props}[self.path])
+
+    def do_POST(self) -> None:
+        assert self.path == "/completion"
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.bodies.append(body)
+        number = body["n_predict"]
+        final = {"content": "", "tokens": [], "stop": True, "tokens_predicted": number, "stop_type": "limit"}
+        if not body["stream"]:
+            choices = [{**final, "index": i, "tokens": [5] * number} for i in range(body.get("n_cmpl", 1))]
+            self.reply(choices if len(choices) > 1 else choices[0])
+            return
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        for event in [{"index": 0, "content": "a", "tokens": [5], "stop": False}] * (number - 1) + [
+            {**final, "index": 0}
+        ]:
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+
+    def reply(self, content: Any) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def test_llama_cpps_server_is_asked_in_its_own_words() -> None:
+    LlamaStandIn.bodies = []
+    http = ThreadingHTTPServer(("127.0.0.1", 0), LlamaStandIn)
+    threading.Thread(target=http.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{http.server_address[1]}"
+    try:
+        assert inspect(url, None, None) == ServerInfo(url, None, "smol.gguf", "b1-0", 512, 77, completion=True)
+        with foreign_server() as ours:
+            options = ["--load", "grpo", "--load", "single", "--rounds", "1", "--warmup", "0", "--pause", "0"]
+            printed = invoke("--url", ours.url, "--against", url, *options, "--vocab-size", "50")
+        assert "b1-0" in printed
+        asked = Counter((len(b["prompt"]), b.get("n_cmpl"), b["n_predict"], b["stream"]) for b in LlamaStandIn.bodies)
+        assert asked == {(256, 8, 128, False): 8, (32, None, 128, True): 1}
+        for body in LlamaStandIn.bodies:  # what was sampled is what a trainer needs: at temperature 1, with logprobs
+            assert (body["temperature"], body["samplers"], body["n_probs"]) == (1.0, ["temperature"], 1)
+            assert (body["ignore_eos"], body["cache_prompt"], body["return_tokens"]) == (True, False, True)
+        assert "its grammars are another language" in refused("--url", url, "--load", "schema", "--rounds", "1")
+    finally:
+        http.shutdown()
+        http.server_close()
 
 
 def test_two_foreign_servers_in_turn(tmp_path: Path) -> None:

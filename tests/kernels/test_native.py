@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -281,6 +282,30 @@ def test_the_flags_follow_what_torch_finds_the_processor_to_have(
     assert ("-mno-avx512f" not in commands[-1]) is wide
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX2" if wide else "AVX512")
     assert native._built(["c++"]) != made  # a cache may be shared
+
+
+def test_every_processor_of_arm64_has_the_vectors_that_the_kernels_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they compute there `python -m tests.peers.arm64` compares, by a cross-compiler and an emulator."""
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert native.instruction_set() == "NEON"
+    assert native.FLAGS_FOR["NEON"] == ["-mcpu=native"]
+
+
+def test_a_compiler_without_openmp_builds_for_one_thread_and_says_so(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Apple's clang refuses the flag; on it there was no kernel at all."""
+    source = tmp_path / "threads.cpp"
+    source.write_text('extern "C" int threads() {\n#ifdef _OPENMP\nreturn 2;\n#else\nreturn 1;\n#endif\n}\n')
+    monkeypatch.setattr(native, "SOURCES", [source])
+    compiler = tmp_path / "clang++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-fopenmp*) exit 1;; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o700)
+    assert ctypes.CDLL(str(native._built(["c++"]))).threads() == 2
+    assert not caplog.text
+    monkeypatch.setenv("ROLLOUT_CACHE", str(tmp_path / "other"))
+    assert ctypes.CDLL(str(native._built([str(compiler)]))).threads() == 1
+    assert "compiles no OpenMP (-fopenmp): the native kernels run on one thread" in caplog.text
 
 
 def test_a_compiler_may_have_words_and_an_empty_cache_is_the_default_one(

@@ -26,11 +26,13 @@ logger = logging.getLogger(__name__)
 
 SOURCES = [Path(__file__).with_name(name) for name in ("kernels.cpp", "vectors.h")]
 """What is compiled, and what it includes."""
-FLAGS = ["-O3", "-fopenmp", "-shared", "-fPIC", "-std=c++17", "-Wno-psabi", "-ffp-contract=off"]
+FLAGS = ["-O3", "-shared", "-fPIC", "-std=c++17", "-Wno-psabi", "-ffp-contract=off"]
+THREADED = "-fopenmp"
+"""The flag without which the kernels run on one thread. Not every compiler has it: Apple's doesn't."""
 BUILD_TIMEOUT_S = 120
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 """The dtypes that the kernels know, and what their names end in."""
-FLAGS_FOR = {"AVX512": ["-march=native"], "AVX2": ["-march=native", "-mno-avx512f"]}
+FLAGS_FOR = {"AVX512": ["-march=native"], "AVX2": ["-march=native", "-mno-avx512f"], "NEON": ["-mcpu=native"]}
 """By instruction set, the flags that decide how wide vectors are. `ATEN_CPU_CAPABILITY=avx2` has an AVX-512 processor
 taken for one of AVX2, by torch and here."""
 TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
@@ -79,15 +81,34 @@ def library() -> ctypes.CDLL | None:
 
 
 def instruction_set() -> str | None:
-    """Which of FLAGS_FOR this processor has, by torch's account; None where the kernels aren't made for it."""
+    """Which of FLAGS_FOR this processor has, by torch's account; None where the kernels aren't made for it.
+
+    Every processor of arm64 has NEON.
+    """
+    if platform.machine() in ("aarch64", "arm64"):
+        return "NEON"
     capability = torch.backends.cpu.get_cpu_capability()
     return capability if capability in FLAGS_FOR else None
 
 
 def _built(compiler: list[str]) -> Path:
-    """The shared library for this source, compiler and machine."""
+    """The shared library for this source, compiler and machine; for one thread where the compiler has no OpenMP."""
+    try:
+        return _build(compiler, [*FLAGS, THREADED])
+    except subprocess.CalledProcessError:
+        path = _build(compiler, FLAGS)
+        logger.warning(
+            "%s compiles no OpenMP (%s): the native kernels run on one thread. Name a compiler that does, for example "
+            "CXX=g++-14 or CXX=$(brew --prefix llvm)/bin/clang++.",
+            shlex.join(compiler),
+            THREADED,
+        )
+        return path
+
+
+def _build(compiler: list[str], flags: list[str]) -> Path:
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    flags = [*FLAGS, *FLAGS_FOR[instruction_set() or "AVX2"]]
+    flags = [*flags, *FLAGS_FOR[instruction_set() or "AVX2"]]
     identity = "\0".join([*(source.read_text() for source in SOURCES), *flags, version, _processor()])
     folder = Path(os.environ.get("ROLLOUT_CACHE") or "~/.cache/rollout").expanduser() / "native"
     path = folder / f"kernels-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"

@@ -8,7 +8,12 @@
 #include "vectors.h"
 #include <cmath>
 #include <vector>
+#ifdef _OPENMP
 #include <omp.h>
+#else  // a compiler without it, such as Apple's: one thread
+inline int omp_get_num_threads() { return 1; }
+inline int omp_get_thread_num() { return 0; }
+#endif
 #ifdef __linux__
 #include <malloc.h>
 #include <sys/mman.h>

@@ -243,7 +243,7 @@ INLINE Floats silu(const Floats& x) {  // x / (1 + exp(-x))
 // processor multiplies bfloat16, both operands stay as they are; elsewhere the one that is spread over all lanes is
 // given in float32, and the other one widened in registers.
 template <class T> constexpr int PER_WORD = sizeof(float) / sizeof(T);
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 constexpr bool MULTIPLIES_BF16 = true;
 #else
 constexpr bool MULTIPLIES_BF16 = false;
@@ -263,6 +263,8 @@ template <class T> INLINE void store_operand(bf16* at, const Floats& v) {
     __m256bh h = _mm512_cvtneps_pbh((__m512)v.part[0]);
     std::memcpy(at, &h, sizeof h);
 }
+#else
+template <class T> INLINE void store_operand(bf16* at, const Floats& v) { store_narrow(at, v); }
 #endif
 
 // Sums of N rows times W vectors, of which the compiler keeps every part in a register of its own.
@@ -300,6 +302,21 @@ INLINE void multiply_add(Sums<N, W>& sums, const bf16* words, int64_t apart, con
             __m512i w = _mm512_loadu_si512(words + j * apart), p = _mm512_set1_epi32(pair);
             sums.part[i][j] = (FloatPart)_mm512_dpbf16_ps((__m512)sums.part[i][j], (__m512bh)w, (__m512bh)p);
         }
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)  // rounds as a fused multiply-add of widened numbers does
+template <int N, int W>
+INLINE void multiply_add(Sums<N, W>& sums, const bf16* words, int64_t apart, const bf16* x, int64_t pitch) {
+    bfloat16x8_t w[W * PARTS];
+    UNROLLED for (int j = 0; j < W; j++)
+        UNROLLED for (int p = 0; p < PARTS; p++) w[j * PARTS + p] = load_part<bfloat16x8_t>(words + j * apart, p);
+    UNROLLED for (int i = 0; i < N; i++) {
+        int32_t pair; std::memcpy(&pair, x + i * pitch, 4);
+        bfloat16x8_t same = vreinterpretq_bf16_s32(vdupq_n_s32(pair));
+        UNROLLED for (int j = 0; j < W * PARTS; j++) {
+            float32x4_t sum = vbfmlalbq_f32((float32x4_t)sums.part[i][j], w[j], same);
+            sums.part[i][j] = (FloatPart)vbfmlaltq_f32(sum, w[j], same);
+        }
+    }
 }
 #endif
 template <int N, int W>
