@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import aclosing
 from typing import Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar
 
@@ -139,6 +142,9 @@ class _Client(ABC, Generic[Pieces]):
     async def _wait(self, seconds: float) -> None: ...
 
     @abstractmethod
+    async def _each(self, bodies: Sequence[dict[str, Any]], concurrency: int) -> list[Any]: ...
+
+    @abstractmethod
     def _pieces(self, events: AsyncGenerator[Generation, None]) -> Pieces: ...
 
 
@@ -161,6 +167,21 @@ class AsyncRolloutClient(_Client[AsyncGenerator[Generation, None]]):
 
     async def _wait(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
+
+    async def _each(self, bodies: Sequence[dict[str, Any]], concurrency: int) -> list[Any]:
+        places = asyncio.Semaphore(concurrency)
+
+        async def ask(body: dict[str, Any]) -> Any:
+            async with places:
+                return await self._ask("POST", _GENERATE, body)
+
+        asked = [asyncio.create_task(ask(body)) for body in bodies]
+        try:
+            return list(await asyncio.gather(*asked))
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
     def _pieces(self, events: AsyncGenerator[Generation, None]) -> AsyncGenerator[Generation, None]:
         return events
@@ -200,6 +221,24 @@ class AsyncRolloutClient(_Client[AsyncGenerator[Generation, None]]):
         """
         body = generate_body(prompt_token_ids, sampling_params, n, request_id, extra, stream=False)
         return parse_generation(await self._ask("POST", _GENERATE, body), body["token_ids"])
+
+    async def generate_many(
+        self,
+        prompts: Iterable[Sequence[int]],
+        sampling_params: Mapping[str, Any] | None = None,
+        *,
+        n: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        concurrency: int = 256,
+    ) -> list[Generation]:
+        """`generate` for many prompts, at most `concurrency` of them at a time; the answers come in their order.
+
+        All are checked before the first is sent. The first failure is raised: prompts that wait are then not sent any
+        more, and those under way are aborted by the asynchronous client, and awaited by the blocking one.
+        """
+        bodies = [generate_body(prompt, sampling_params, n, None, extra, stream=False) for prompt in prompts]
+        answers = await self._each(bodies, concurrency)
+        return [parse_generation(answer, body["token_ids"]) for answer, body in zip(answers, bodies, strict=True)]
 
     async def abort(self, request_ids: Sequence[str]) -> int:
         """End these requests (ids as answers bear them) with finish_reason "abort". Returns how many were running."""
@@ -302,6 +341,25 @@ class RolloutClient(_Client[Generator[Generation, None, None]]):
     async def _wait(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    async def _each(self, bodies: Sequence[dict[str, Any]], concurrency: int) -> list[Any]:
+        failed = threading.Event()
+
+        def ask(body: dict[str, Any]) -> Any:
+            try:
+                return None if failed.is_set() else _at_once(self._ask("POST", _GENERATE, body))
+            except BaseException:
+                failed.set()
+                raise
+
+        with ThreadPoolExecutor(concurrency, "generate") as pool:  # it starts no more threads than there are bodies
+            asked = [pool.submit(ask, body) for body in bodies]
+            try:
+                for answer in wait_for(asked, return_when=FIRST_EXCEPTION).done:
+                    answer.result()
+            finally:
+                failed.set()
+        return [answer.result() for answer in asked]
+
     def _pieces(self, events: AsyncGenerator[Generation, None]) -> Generator[Generation, None, None]:
         try:
             while True:
@@ -324,6 +382,7 @@ class RolloutClient(_Client[Generator[Generation, None, None]]):
     request = _blocking(AsyncRolloutClient.request)
     post = _blocking(AsyncRolloutClient.post)
     generate = _blocking(AsyncRolloutClient.generate)
+    generate_many = _blocking(AsyncRolloutClient.generate_many)
     abort = _blocking(AsyncRolloutClient.abort)
     abort_all = _blocking(AsyncRolloutClient.abort_all)
     pause = _blocking(AsyncRolloutClient.pause)

@@ -36,7 +36,7 @@ GROUPS_PER_STEP = 4
 GROUPS_IN_FLIGHT = 3
 LEARNING_RATE = 3e-5
 MAX_STALENESS = 3
-"""Groups with a token sampled more than this many commits ago are not trained on."""
+"""Tokens sampled more than this many commits ago weigh nothing; a group of such tokens alone is dropped."""
 TAKE_TIMEOUT_S = 300.0
 SETTINGS = {"group_size": GROUP_SIZE, "groups_per_step": GROUPS_PER_STEP, "learning_rate": LEARNING_RATE}
 
@@ -70,11 +70,15 @@ def run(model: Path, output: Path, *, steps: int, seed: int, console: Console) -
             began = time.monotonic()
             lags = Lags(client.weight_info()["epoch"])
             for number in range(1, steps + 1):
-                groups = sampler.take_groups(GROUPS_PER_STEP, usable=lags.are_usable, timeout_s=TAKE_TIMEOUT_S)
+                groups = sampler.take_groups(
+                    GROUPS_PER_STEP, usable=lags.are_usable, timeout_s=TAKE_TIMEOUT_S, make_room=False
+                )
+                sampler.make_room(GROUPS_PER_STEP - GROUPS_IN_FLIGHT)
                 train_began, of_groups = time.monotonic(), [lags.of(group) for group in groups]
                 found = metrics.of_rollouts(groups)
                 found |= trainer.step(groups, of_groups, lambda: current_gap(policy, sampler.newest(), lags.of))
                 train_seconds = time.monotonic() - train_began
+                sampler.make_room(GROUPS_IN_FLIGHT)  # now, so that each push finds as many in flight
                 push = sender.push(version=f"step-{number}")
                 lags.epoch = push.epoch
                 step = Step(push.version, found, torch.cat(of_groups), train_seconds, push.seconds, push.bytes)
@@ -82,7 +86,8 @@ def run(model: Path, output: Path, *, steps: int, seed: int, console: Console) -
                 progress.update(bar, advance=1, says=str(step))
                 if not console.is_terminal:  # where there is no bar
                     console.print(f"step {number} of {steps}, {time.monotonic() - began:.0f} s: {step}", soft_wrap=True)
-            numbers = summary(run_log.steps, sampler.stats, time.monotonic() - began, lags.too_old)
+            seconds = time.monotonic() - began
+            numbers = summary(run_log.steps, sampler.stats, seconds, MAX_STALENESS, lags.too_old)
     run_log.finish(numbers)
     console.print(conclusion(numbers, MAX_STALENESS, output), soft_wrap=True)
     group, choice = most_versions(run_log.groups)
@@ -103,7 +108,8 @@ def _sampler(client: RolloutClient, tokenizer: PreTrainedTokenizerBase, seed: in
         SAMPLING_PARAMS,
         group_size=GROUP_SIZE,
         in_flight=GROUPS_IN_FLIGHT,
-        capacity=2 * GROUPS_PER_STEP,
+        capacity=GROUPS_PER_STEP + GROUPS_IN_FLIGHT,
+        wait_when_full=True,
         seed=seed,
     )
 
@@ -120,9 +126,8 @@ class Lags:
         return torch.tensor(lags, dtype=torch.float32)
 
     def are_usable(self, group: RolloutGroup) -> bool:
-        """Whether no token is more than MAX_STALENESS commits old. The sampler asks once, and drops what isn't."""
-        oldest = self.epoch - MAX_STALENESS
-        usable = all((span.epoch or 0) >= oldest for choice in group.choices for span in choice.spans)
+        """Whether a token is no more than MAX_STALENESS commits old. The sampler asks once, and drops what isn't."""
+        usable = bool((self.of(group) <= MAX_STALENESS).any())
         self.too_old += not usable
         return usable
 

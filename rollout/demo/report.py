@@ -49,9 +49,11 @@ class Step:
         )
 
 
-def summary(steps: Sequence[Step], sampled: SamplerStats, seconds: float, too_old: int = 0) -> dict[str, Any]:
+def summary(
+    steps: Sequence[Step], sampled: SamplerStats, seconds: float, max_staleness: int, too_old: int = 0
+) -> dict[str, Any]:
     """The numbers of summary.json. `seconds` is the time from the first request to the end of the last push, `too_old`
-    how many of the dropped groups were."""
+    how many of the dropped groups were, and tokens of more than `max_staleness` commits ago weighed nothing."""
     rewards = [step["reward/mean"] for step in steps]
     quarter = max(1, len(steps) // 4)
     return {
@@ -71,7 +73,8 @@ def summary(steps: Sequence[Step], sampled: SamplerStats, seconds: float, too_ol
         "dropped_groups": sampled.dropped_groups,
         "dropped_as_too_old": too_old,
         "steps_without_signal": sum(step["reward/no_signal"] == 1 for step in steps),
-        "trained_tokens": sum(len(step.lags) for step in steps),
+        "trained_tokens": sum(int((step.lags <= max_staleness).sum()) for step in steps),
+        "stale_tokens": sum(int((step.lags > max_staleness).sum()) for step in steps),
         "seconds": seconds,
     }
 
@@ -101,8 +104,13 @@ def conclusion(numbers: dict[str, Any], max_staleness: int, output: Path) -> str
     if numbers["dropped_groups"]:
         too_old = numbers["dropped_as_too_old"]
         lines.append(
-            f"{numbers['dropped_groups']} groups were sampled and not trained on: {too_old} had a token that was more "
-            f"than {max_staleness} pushes old, {numbers['dropped_groups'] - too_old} made room for newer ones."
+            f"{numbers['dropped_groups']} groups were sampled and not trained on: {too_old} had no token of the last "
+            f"{max_staleness} pushes, and {numbers['dropped_groups'] - too_old} were aborted."
+        )
+    if numbers["stale_tokens"]:
+        lines.append(
+            f"{numbers['stale_tokens']} of {numbers['trained_tokens'] + numbers['stale_tokens']} tokens were more than "
+            f"{max_staleness} pushes old and weighed nothing; the rest of their answers was trained on."
         )
     if numbers["steps_without_signal"]:
         lines.append(

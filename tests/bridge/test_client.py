@@ -215,6 +215,35 @@ def test_ids_may_be_numpy_arrays_and_tensors(server: RunningServer, kind: Any) -
     client.close()
 
 
+@CLIENTS
+def test_many_prompts_are_asked_for_in_one_call(server: RunningServer, kind: Any) -> None:
+    client = kind(server.url, api_key="secret")
+    prompts = [[fake_engine.RELABEL, 20 + i] for i in range(7)]
+    for given in (prompts, np.array(prompts), iter(prompts)):
+        answers = client.generate_many(given, {"max_tokens": 2}, n=2, concurrency=3)
+        assert [answer.prompt_token_ids for answer in answers] == prompts
+        assert [[c.token_ids for c in answer.choices] for answer in answers] == [
+            [[21 + i, 22 + i], [31 + i, 32 + i]] for i in range(7)
+        ]
+    assert client.generate_many([]) == []
+    with pytest.raises(ValueError, match="one dimension"):
+        client.generate_many([PROMPT, torch.tensor([PROMPT])])
+    with pytest.raises(RolloutError, match="maximum") as refusal:
+        client.generate_many([PROMPT, [1] * 100_000, PROMPT], concurrency=1)
+    assert refusal.value.status == 400
+    client.close()
+
+
+@CLIENTS
+def test_after_a_failure_no_more_is_sent(busy: str, kind: Any) -> None:
+    Busy.refusals, Busy.retry_after = 10, "0"
+    client = kind(busy)
+    with pytest.raises(RolloutError, match="busy"):
+        client.generate_many([[1]] * 10, concurrency=1)
+    assert Busy.refusals >= 8  # one more may have been under way
+    client.close()
+
+
 class Busy(http.server.BaseHTTPRequestHandler):
     """Says `refusals` times that it can't now."""
 

@@ -225,6 +225,33 @@ def test_the_end_of_the_prompts_is_an_empty_list() -> None:
         assert len(taken) + running.stats.dropped_groups == 3
 
 
+def test_no_more_is_sampled_than_is_taken_where_that_is_asked_for() -> None:
+    settings = {"group_size": 1, "in_flight": 3, "capacity": 4, "wait_when_full": True}
+    prompts, dropped = [[number] for number in range(18)], list[RolloutGroup]()
+
+    def usable(group: RolloutGroup) -> bool:
+        if len(dropped) < 2:
+            dropped.append(group)
+        return group not in dropped
+
+    with scripted() as (script, url), RolloutSampler(url, prompts, first_id, {}, **settings) as running:
+        groups = []
+        for begun in (4, 6, 8):
+            eventually(lambda begun=begun: running.stats.requests == begun)
+            assert len(script.bodies) == begun
+            groups += running.take_groups(2, timeout_s=60, make_room=begun == 4)
+            if begun == 6:
+                running.make_room()
+                running.make_room()
+        assert len(script.bodies) == 8
+        running.make_room(2)
+        groups += running.take_groups(2, usable=usable, timeout_s=60)
+        while more := running.take_groups(3, timeout_s=60):
+            groups += more
+        assert running.stats.dropped_groups == 2
+    assert sorted(group.prompt.token_ids[0] for group in groups + dropped) == list(range(18))
+
+
 def test_more_groups_than_are_kept_were_waited_for_in_vain() -> None:
     with scripted() as (_, url), pytest.raises(ValueError, match="3 groups were asked for, and capacity=2"):
         sampled(url, itertools.repeat([5]), first_id, 3, capacity=2)

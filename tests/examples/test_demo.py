@@ -13,7 +13,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rollout.demo import task
-from rollout.demo.loop import run
+from rollout.demo.loop import Lags, run
 from rollout.demo.model import fetch_smollm2
 from rollout.demo.report import Step, conclusion, most_versions, summary
 from tests.support import tiny_models
@@ -92,7 +92,7 @@ def test_the_summary_compares_the_first_quarter_with_the_last() -> None:
     found[2]["gap/current_max"] = 0.25  # the other steps had no token of the current weights
     steps = [Step(f"step-{i}", f, torch.zeros(100), 2.0, i / 4, 8) for i, f in enumerate(found)]
     sampled = SamplerStats(requests=30, tokens=5000, requests_with_two_versions=12, longest_token_gap_s=1.5)
-    numbers = summary(steps, sampled, seconds=50.0)
+    numbers = summary(steps, sampled, 50.0, max_staleness=3)
     assert numbers["reward_first"] == pytest.approx(0.15)
     assert numbers["reward_last"] == pytest.approx(0.8)
     assert numbers["weight_pushes"] == 8
@@ -111,13 +111,25 @@ def test_the_conclusion_says_what_was_dropped_and_why_and_where_to_look(tmp_path
     step = Step(
         "a", {"reward/mean": 0.0, "reward/no_signal": 1.0, "staleness/mean": 0, "gap/mean": 0}, torch.zeros(1), 1, 1, 1
     )
-    said = conclusion(summary([step], SamplerStats(dropped_groups=7), 1.0, too_old=5), 3, tmp_path)
-    assert "7 groups were sampled and not trained on: 5 had a token that was more than 3 pushes old, 2 made" in said
+    old = dataclasses.replace(step, lags=torch.tensor([0.0, 3.0, 4.0]))
+    said = conclusion(summary([old], SamplerStats(dropped_groups=7), 1.0, 3, too_old=5), 3, tmp_path)
+    assert "7 groups were sampled and not trained on: 5 had no token of the last 3 pushes, and 2 were aborted" in said
+    assert "1 of 3 tokens were more than 3 pushes old and weighed nothing" in said
     assert "1 of 1 steps had no signal" in said
     assert f"Look at {tmp_path / 'reward.png'} first" in said
     quiet = dataclasses.replace(step, metrics=step.metrics | {"reward/no_signal": 0.0})
-    assert "not trained on" not in (said := conclusion(summary([quiet], SamplerStats(), 1.0), 3, tmp_path))
+    assert "not trained on" not in (said := conclusion(summary([quiet], SamplerStats(), 1.0, 3), 3, tmp_path))
     assert "no signal" not in said
+    assert "weighed nothing" not in said
+
+
+def test_a_group_with_a_fresh_token_is_trained_on_however_old_its_oldest_is() -> None:
+    lags = Lags(epoch=9)
+    crossed, old = _choice(4, Span("a", 0, 3, 1), Span("b", 3, 4, 6)), _choice(4, Span("a", 0, 4, 5))
+    assert lags.are_usable(_group(crossed, old))
+    assert lags.of(_group(crossed)).tolist() == [8, 8, 8, 3]
+    assert not lags.are_usable(_group(old))
+    assert lags.too_old == 1
 
 
 def _run(model: Path, output: Path, *, steps: int, seed: int) -> tuple[dict[str, float], str]:
@@ -148,6 +160,8 @@ def test_the_demo_trains_pushes_and_reports(smollm2: Path, tmp_path: Path, monke
     AutoTokenizer.from_pretrained(smollm2).save_pretrained(tmp_path / "model")
     numbers, printed = _run(tmp_path / "model", tmp_path / "output", steps=5, seed=0)
     assert numbers["weight_pushes"] == 5
+    assert numbers["requests"] <= 5 * 4 + 7  # no more is sampled than is trained on, but for what waits at the end
+    assert numbers["dropped_groups"] == 0
     assert numbers["requests_with_two_versions"] >= 1
     assert numbers["logprob_gap"] == 0  # the server's logprobs are the trainer's own, bit for bit; nothing was learned
     assert numbers["current_logprob_gap"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import threading
@@ -70,6 +71,8 @@ class GroupGenerator:
         """When the event loop last had time for anything."""
         self.ended = False
         """Whether it was started and generates no more."""
+        self.room: asyncio.Semaphore | None = None
+        """Where there is one, each group takes a place of it before it begins; `make_room` gives places back."""
         self._client, self._prompts, self._finish = client, prompts, finish
         self._on_retry, self._on_end = on_retry, on_end
         self._params = {**sampling_params, "logprobs": sampling_params.get("logprobs") or 0}
@@ -89,6 +92,13 @@ class GroupGenerator:
             self._loop.call_soon_threadsafe(self._stop.set)
         if self._thread.ident is not None:
             self._thread.join(STOP_TIMEOUT_S)
+
+    def make_room(self, places: int) -> None:
+        """So many groups are done with: as many may begin."""
+        if self.room is not None and self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                for _ in range(places):
+                    self._loop.call_soon_threadsafe(self.room.release)
 
     def _run(self) -> None:
         try:
@@ -120,7 +130,13 @@ class GroupGenerator:
                     raise error
 
     async def _keep_generating(self, client: AsyncRolloutClient) -> None:
-        for prompt in self._prompts:
+        while True:
+            if self.room is not None:
+                await self.room.acquire()
+            prompt = next(self._prompts, None)
+            if prompt is None:
+                self.make_room(1)  # for those that wait to hear the same
+                return
             params = {**self._params, "seed": self._rng.getrandbits(SEED_BITS)}
             began = time.monotonic()
             choices = await self._choices(client, prompt, params)

@@ -36,11 +36,12 @@ class RolloutSampler:
     that it can be recorded (`records`) and replayed.
 
     Finished groups wait for `take_groups`, at most `capacity` of them: when there are more, the oldest goes, so what
-    the trainer gets is fresh. A group with an aborted answer is sampled again. Where the server is away or without
-    weights (no answer, 429 or a 5xx), requests are tried again for `outage_s`. Any other error (an answer that ends
-    with one included), an outage beyond that, a reward that raises or isn't a finite number, and a server whose
-    logprobs aren't those of the sampled distribution (`replay.check_logprobs_mode`) end the sampler, and `take_groups`
-    raises what did.
+    the trainer gets is fresh. With `wait_when_full` none goes: no group begins while there are `capacity` of them,
+    finished or not, so no more is sampled than is trained on (and, at the end, `capacity` groups). A group with an
+    aborted answer is sampled again. Where the server is away or without weights (no answer, 429 or a 5xx), requests are
+    tried again for `outage_s`. Any other error (an answer that ends with one included), an outage beyond that, a reward
+    that raises or isn't a finite number, and a server whose logprobs aren't those of the sampled distribution
+    (`replay.check_logprobs_mode`) end the sampler, and `take_groups` raises what did.
 
     Raises ValueError for a name that no sampling parameter has.
     """
@@ -57,6 +58,7 @@ class RolloutSampler:
         capacity: int,
         seed: int = 0,
         outage_s: float = 0.0,
+        wait_when_full: bool = False,
     ) -> None:
         listed = [reward] if callable(reward) else list(reward)
         self._rewards = [item if isinstance(item, tuple) else (item, 1.0) for item in listed]
@@ -74,6 +76,8 @@ class RolloutSampler:
             outage_s=outage_s,
             on_end=self._notify,
         )
+        if wait_when_full:
+            self._generator.room = asyncio.Semaphore(capacity)
         self._outage_s = outage_s
         self._capacity = capacity
         self._logprobs_mode: str | None = None
@@ -102,11 +106,13 @@ class RolloutSampler:
         usable: Callable[[RolloutGroup], bool] = lambda _: True,
         timeout_s: float = 600.0,
         while_waiting: Callable[[], object] = lambda: None,
+        make_room: bool = True,
     ) -> list[RolloutGroup]:
         """`count` finished groups, oldest first, all of them `usable`: others are dropped. Fewer, and then none, where
         the prompts have come to their end.
 
         `while_waiting` is called on this thread at first and then every other second, to look after the server.
+        Without `make_room` a sampler that waits when full begins no other groups for these until `make_room` is called.
         Raises the error that ended the sampler, TimeoutError, or ValueError for more groups than it holds.
         """
         if not 1 <= count <= self._capacity:
@@ -119,9 +125,17 @@ class RolloutSampler:
                 if self._changed.wait_for(lambda: self._enough(count, usable), longest):
                     if self._generator.error is not None:
                         raise self._generator.error
-                    return [self._groups.popleft() for _ in range(min(count, len(self._groups)))]
+                    taken = [self._groups.popleft() for _ in range(min(count, len(self._groups)))]
+                    if make_room:
+                        self.make_room(len(taken))
+                    return taken
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the server finished fewer than {count} usable groups in {timeout_s:g} s")
+
+    def make_room(self, groups: int = 1) -> None:
+        """Let a sampler that waits when full begin so many groups: right before a push, for example, so that it finds
+        some in flight."""
+        self._generator.make_room(groups)
 
     def newest(self) -> RolloutGroup | None:
         """The group that finished last, if one waits; `take_groups` will still give it."""
@@ -130,7 +144,9 @@ class RolloutSampler:
 
     def _enough(self, count: int, usable: Callable[[RolloutGroup], bool]) -> bool:
         kept = [group for group in self._groups if usable(group)]
-        self.stats.dropped_groups += len(self._groups) - len(kept)
+        dropped = len(self._groups) - len(kept)
+        self.stats.dropped_groups += dropped
+        self.make_room(dropped)
         self._groups = deque(kept)
         return len(kept) >= count or self._generator.ended
 
