@@ -84,7 +84,7 @@ class _Pusher:
 
 
 @CheckpointEngineRegistry.register(NAME)
-class CheckpointEngineOfServers(CheckpointEngine):
+class CheckpointEngineOfServers(CheckpointEngine):  # type: ignore[misc]  # verl has no types
     """verl's backend `rollout`: what the trainer sends goes straight to the servers, so the rollout's side is idle.
 
     `urls`, `api_key`, `timeout_s` (of each wait) and `kv_policy` are the `engine_kwargs` of this name.
@@ -117,11 +117,11 @@ class CheckpointEngineOfServers(CheckpointEngine):
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Nothing."""
-        for nothing in ():
-            yield nothing
+        for pair in list[tuple[str, torch.Tensor]]():
+            yield pair
 
 
-class ServerAdapter(base.BaseRollout):
+class ServerAdapter(base.BaseRollout):  # type: ignore[misc]
     """What a worker of verl has of its replica's server: its memory, and in verl's backend `naive` the push."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any) -> None:
@@ -271,7 +271,7 @@ class ServerHandle:
         """Nothing."""
 
 
-class Replica(RolloutReplica):
+class Replica(RolloutReplica):  # type: ignore[misc]
     """A server that runs already: the one of `urls` that has this replica's number. It takes no GPU of verl's."""
 
     async def init_standalone(self) -> None:
@@ -295,8 +295,9 @@ class Replica(RolloutReplica):
         settings = _settings(self.config)
         url = _url_of(settings["urls"], self.replica_rank)
         options = {"name": f"{NAME}_server_{self.replica_rank}_0{self.name_suffix}", "num_cpus": 0}
-        remote = ray.remote(ServerHandle).options(**options, max_concurrency=self.max_concurrency)
-        server = remote.remote(url, self.config, settings.get("api_key"))
+        actor: Any = ray.remote(ServerHandle)
+        made = actor.options(**options, max_concurrency=self.max_concurrency)
+        server = made.remote(url, self.config, settings.get("api_key"))
         await server.wait_until_ready.remote()
         self.servers, self._server_handle = [server], server
         self._server_address = url.partition("://")[2].rstrip("/")
