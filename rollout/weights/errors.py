@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 
 logger = logging.getLogger(__name__)
+
+DISK_FAILURES = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Of reads that a request asked for: the errors that say more of the machine than of the request."""
 
 
 class WeightUpdateError(Exception):

@@ -15,12 +15,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
+import stat
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ _OWN = ".weight_sync"
 """A folder in each that was made here: no other is written to."""
 _HEADER_BYTES = 32 << 20
 _LOCK_S = 600.0
+_PIECE_BYTES = 16 << 20
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 
 
@@ -46,11 +47,15 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str] = {}
 
 
-def pull(local_dir: str, base_dir: str, source_dir: str, version: int) -> None:
+Progress = Callable[[], None]
+
+
+def pull(local_dir: str, base_dir: str, source_dir: str, version: int, progress: Progress = lambda: None) -> None:
     """Bring the checkpoint in `local_dir` to a published version; nothing happens where it has that one.
 
     It begins with the newest whole checkpoint up to there, unless it is beyond that already, and goes on version by
     version. Raises ValueError or OSError saying what is wrong with which file; the last whole version is kept.
+    `progress` is called each time that something was read; a disk that hangs holds this call.
     """
     local, base = Path(local_dir), str(Path(base_dir).resolve())
     with _lock(local):
@@ -63,9 +68,10 @@ def pull(local_dir: str, base_dir: str, source_dir: str, version: int) -> None:
             start -= 1
         if have is None or start > have:
             have = start
-            _copy(Path(base) if start == 0 else _published(source_dir, start), local, {"version": start, "base": base})
+            source = Path(base) if start == 0 else _published(source_dir, start)
+            _copy(source, local, {"version": start, "base": base}, progress)
         for following in range(have + 1, version + 1):
-            _apply(local, _published(source_dir, following), {"version": following, "base": base})
+            _apply(local, _published(source_dir, following), {"version": following, "base": base}, progress)
 
 
 def _published(source_dir: str, version: int) -> Path:
@@ -95,7 +101,7 @@ def _lock(local: Path) -> Iterator[None]:
 def _read_index(folder: Path) -> _Index | None:
     """None where there is none: the folder's *.safetensors are the checkpoint then."""
     try:
-        with (folder / _INDEX).open("rb") as file:
+        with _opened(folder / _INDEX) as file:
             index: _Index = _decoded(folder / _INDEX, file.read(_HEADER_BYTES), _Index)
             return index
     except FileNotFoundError:
@@ -116,7 +122,21 @@ def _is_delta(folder: Path) -> bool:
     return index is not None and "delta_encoding" in index.metadata
 
 
-def _copy(source: Path, local: Path, metadata: dict[str, Any]) -> None:
+def _opened(file: Path) -> BinaryIO:
+    """To be read. Raises ValueError for what is no file: to open a pipe waits for its writer."""
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise ValueError(f"{file} is not a regular file")
+    return file.open("rb")
+
+
+def _copy_file(source: Path, target: Path, progress: Progress) -> None:
+    with _opened(source) as read, target.open("wb") as written:
+        while piece := read.read(_PIECE_BYTES):
+            written.write(piece)
+            progress()
+
+
+def _copy(source: Path, local: Path, metadata: dict[str, Any], progress: Progress) -> None:
     """Take a whole checkpoint."""
     if not source.is_dir():
         raise ValueError(f"{source} is no folder of safetensors: deltas need one to begin with")
@@ -127,10 +147,10 @@ def _copy(source: Path, local: Path, metadata: dict[str, Any]) -> None:
         if not entry.is_file() or entry.name == _INDEX:
             continue
         if entry.suffix != ".safetensors":
-            shutil.copyfile(entry, local / entry.name)
+            _copy_file(entry, local / entry.name, progress)
         elif names is None or entry.name in names:
             made = local / f"v{metadata['version']:06d}-{entry.name}"
-            shutil.copyfile(entry, made)
+            _copy_file(entry, made, progress)
             _sync(made)
             weight_map |= dict.fromkeys(_tensors(made)[1], made.name)
     if index is not None and (missing := sorted(index.weight_map.keys() - weight_map.keys())):
@@ -140,7 +160,7 @@ def _copy(source: Path, local: Path, metadata: dict[str, Any]) -> None:
     _commit(local, weight_map, metadata)
 
 
-def _apply(local: Path, published: Path, metadata: dict[str, Any]) -> None:
+def _apply(local: Path, published: Path, metadata: dict[str, Any], progress: Progress) -> None:
     """Take the version that follows what the folder has."""
     version = metadata["version"]
     delta, index = _read_index(published), _read_index(local)
@@ -158,14 +178,14 @@ def _apply(local: Path, published: Path, metadata: dict[str, Any]) -> None:
     try:
         for file in sorted(published.glob("*.safetensors")):
             start, tensors, sums = _tensors(file)
-            with file.open("rb") as packed:
+            with _opened(file) as packed:
                 for name, (offset, nbytes) in tensors.items():
                     if name not in index.weight_map:
                         raise ValueError(f"{file}: {name} is not in the checkpoint that it changes")
                     old = index.weight_map[name]
                     if old not in made:
                         file_of = made[old] = local / f"v{version:06d}-{old.partition('-')[2]}"
-                        shutil.copyfile(local / old, file_of)
+                        _copy_file(local / old, file_of, progress)
                         places[file_of] = _tensors(file_of)[:2]
                     behind, place = places[made[old]]
                     packed.seek(start + offset)
@@ -174,6 +194,7 @@ def _apply(local: Path, published: Path, metadata: dict[str, Any]) -> None:
                         _change(made[old], at, packed.read(nbytes), change, checksum, sums.get(name))
                     except (ValueError, IndexError) as error:
                         raise ValueError(f"{file}: the change of {name} is wrong: {error}") from error
+                    progress()
         for file in made.values():
             _sync(file)
         now = {name: made[old].name if old in made else old for name, old in index.weight_map.items()}
@@ -252,7 +273,7 @@ def _missing(package: str) -> ValueError:
 def _tensors(file: Path) -> tuple[int, dict[str, tuple[int, int]], dict[str, str]]:
     """Where the header of a safetensors file ends; offset behind it and size of each tensor; its `__metadata__`."""
     size = file.stat().st_size
-    with file.open("rb") as stored:
+    with _opened(file) as stored:
         length = int.from_bytes(stored.read(8), "little")
         if size < 8 or length > min(size - 8, _HEADER_BYTES):
             raise ValueError(f"{file} has {size} bytes, its header says that the header alone has {length}")

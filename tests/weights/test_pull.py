@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import json
 import os
 import shutil
@@ -14,7 +16,9 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from rollout.weights.errors import WeightUpdateError
 from rollout.weights.pull import pull
+from rollout.weights.pulling import pull_aside
 from tests.support import tiny_models
 from tests.support.slime_deltas import changed, publish, read
 
@@ -65,8 +69,12 @@ class Published:
         folder.mkdir()
         safetensors.torch.save_file(tensors, folder / "model.safetensors")
 
-    def pull(self, version: int) -> None:
-        pull(str(self.local), str(self.base), str(self.source), version)
+    def pull(self, version: int, progress: Callable[[], None] = lambda: None) -> None:
+        pull(str(self.local), str(self.base), str(self.source), version, progress)
+
+    def pull_aside(self, version: int, timeout_s: float) -> None:
+        """As a server does for a request."""
+        asyncio.run(pull_aside(str(self.local), str(self.base), str(self.source), version, timeout_s=timeout_s))
 
     @property
     def version(self) -> int | None:
@@ -157,8 +165,40 @@ def test_a_folder_of_somebody_elses_is_not_written_to(base: Path, tmp_path: Path
     assert [file.name for file in published.local.iterdir()] == ["config.json"]
 
 
-def _killed_at(point: int, work: Callable[[], None]) -> bool:
-    """Do the work in a process that is gone at this point of what it does to files; whether it got there."""
+def test_a_pull_that_hangs_ends_and_leaves_the_folder_to_the_next(base: Path, tmp_path: Path) -> None:
+    """It used to keep its request and a thread of the server for as long as the disk hung."""
+    published = Published(base, tmp_path, ["xor"])
+    published.pull_aside(0, 60)
+    with (published.local / ".weight_sync" / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # as a pull does that a dead mount holds
+        with pytest.raises(WeightUpdateError, match="no further for 3 s") as refusal:
+            published.pull_aside(1, 3)
+        assert refusal.value.status == 503
+    assert published.version == 0
+    published.pull_aside(1, 60)
+    assert published.version == 1
+    with pytest.raises(WeightUpdateError, match="weight_v000002 is not there") as refusal:
+        published.pull_aside(2, 60)
+    assert refusal.value.status == 400
+
+
+@pytest.mark.parametrize("file", [INDEX, "model-00000-of-00002.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_refused(base: Path, tmp_path: Path, file: str) -> None:
+    """To open it would wait for ever for somebody to write."""
+    published = Published(base, tmp_path, ["xor"])
+    published.pull(0)
+    pipe = published.source / "weight_v000001" / file
+    pipe.unlink()
+    os.mkfifo(pipe)
+    with pytest.raises(WeightUpdateError, match="not a regular file") as refusal:
+        published.pull_aside(1, 60)
+    assert refusal.value.status == 400
+    assert published.version == 0
+
+
+def _killed_at(point: int, work: Callable[[Callable[[], None]], None]) -> bool:
+    """Do the work in a process that is gone at this point of what it does to files, also between two pieces of one;
+    whether it got there."""
     child = os.fork()
     if child == 0:
         left = point
@@ -169,18 +209,10 @@ def _killed_at(point: int, work: Callable[[], None]) -> bool:
             if left < 0:
                 os._exit(KILLED)
 
-        def copy(source: Path, target: Path) -> None:  # in pieces, so that it may be cut off within a file
-            data = source.read_bytes()
-            with target.open("wb", buffering=0) as file:
-                for start in range(0, len(data), 1 + len(data) // 3):
-                    count()
-                    file.write(data[start : start + 1 + len(data) // 3])
-
-        shutil.copyfile = copy  # type: ignore[assignment]
         events = ("open", "os.rename", "os.remove")
         sys.addaudithook(lambda event, _: count() if event in events else None)
         try:
-            work()
+            work(count)
         except BaseException:
             os._exit(1)
         os._exit(0)
@@ -191,15 +223,16 @@ def _killed_at(point: int, work: Callable[[], None]) -> bool:
 
 @pytest.mark.parametrize(("encodings", "before"), [(["xor", "overwrite"], 1), (["xor", "full"], 1), ([], None)])
 def test_killed_anywhere_it_is_one_version_or_the_other(
-    base: Path, tmp_path: Path, encodings: list[str], before: int | None
+    base: Path, tmp_path: Path, encodings: list[str], before: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("rollout.weights.pull._PIECE_BYTES", 25_000)
     published = Published(base, tmp_path, encodings)
     after, point, seen = len(encodings), 0, set()
     while True:
         shutil.rmtree(published.local, ignore_errors=True)
         if before is not None:
             published.pull(before)
-        killed = _killed_at(point, lambda: published.pull(after))
+        killed = _killed_at(point, lambda count: published.pull(after, count))
         seen.add(published.version)
         assert published.version in (before, after)
         published.pull(after)  # it is told again

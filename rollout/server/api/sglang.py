@@ -8,7 +8,6 @@ own. A trainer is who joined last under the name of its group.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import secrets
 import time
@@ -28,7 +27,8 @@ from rollout.server.context import ServerContext, ServerDep
 from rollout.server.errors import ApiError
 from rollout.server.limits import require_json
 from rollout.server.wire.body import MAX_PROMPTS
-from rollout.weights.pull import pull
+from rollout.weights.errors import WeightUpdateError
+from rollout.weights.pulling import pull_aside
 
 router = APIRouter(dependencies=[Depends(require_json)])
 memory_router = APIRouter(dependencies=[Depends(require_json)])
@@ -285,10 +285,13 @@ async def pull_weights(
     target_version: Annotated[int, Body(embed=True, ge=0, lt=2**31)],
 ) -> Answer | None:
     """Bring a local checkpoint to a version that slime has published; /update_weights_from_disk then loads it."""
+    config = server.engine_config
     try:
-        await asyncio.to_thread(pull, local_checkpoint_dir, server.engine_config.model, source_dir, target_version)
-    except (OSError, ValueError) as error:
-        raise ApiError(400, str(error)) from error
+        await pull_aside(
+            *(local_checkpoint_dir, config.model, source_dir, target_version), timeout_s=config.weight_update_timeout_s
+        )
+    except WeightUpdateError as error:
+        raise ApiError(error.status, str(error)) from error
     return None
 
 

@@ -9,7 +9,6 @@ timeout says. The format is https://huggingface.co/docs/safetensors: 8 bytes of 
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import math
 import os
@@ -26,7 +25,7 @@ import msgspec
 import torch
 
 from rollout.weights.bodies import Announcement
-from rollout.weights.errors import AbandonedError, WeightUpdateError
+from rollout.weights.errors import DISK_FAILURES, AbandonedError, WeightUpdateError
 from rollout.weights.staging import DTYPES, Incoming, Staging
 from rollout.weights.transport import Transport
 
@@ -45,7 +44,6 @@ _JSON_BYTES = 32 << 20
 _READ_BYTES = 16 << 20
 """What one read asks for: a disk that brings less than that within the timeout counts as one that hangs."""
 _MOST_FILES = 10_000
-_NOT_THE_CLIENTS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _MOST_READERS = 8
 _readers = threading.BoundedSemaphore(_MOST_READERS)
 
@@ -184,7 +182,7 @@ class DiskTransport(Transport):
                 503, f"a read of the weights brought nothing for {self.timeout_s:g} s: the disk hangs"
             ) from None
         except (OSError, ValueError) as error:
-            status = 503 if isinstance(error, OSError) and error.errno in _NOT_THE_CLIENTS else 400
+            status = 503 if isinstance(error, OSError) and error.errno in DISK_FAILURES else 400
             raise WeightUpdateError(status, f"the weights can't be read: {error}") from error
 
 
