@@ -87,11 +87,11 @@ def _sample(
     broken = tl.zeros((TILE, 256), tl.int32)
     for start in range(0, vocab, TILE * 256):
         x = tl.load(at + start + within, mask=start + within < vocab, other=float("-inf")).to(tl.float32)
-        bad = (x != x) | (x == float("inf"))
+        bad = ((x != x) | (tl.abs(x) == float("inf"))) & (start + within < vocab)
         tops = tl.where(x > tops, x, tops)
         broken = broken | bad.to(tl.int32)
     raw_top = tl.max(tl.max(tops, 1), 0)
-    finite = (tl.max(tl.max(broken, 1), 0) == 0) & (raw_top > float("-inf"))
+    finite = tl.max(tl.max(broken, 1), 0) == 0
     raw_top = tl.where(finite, raw_top, 0.0)
     top = tl.div_rn(raw_top, temperature)
 
@@ -128,7 +128,7 @@ def sample(logits: Tensor, asked: Tensor, *, processed: bool) -> Tensor:
     logits (rows, vocab) in any float dtype, last stride 1; `asked` (2, rows) float64: temperatures above 0, and
     uniform numbers in [0, 1), rows of `rollout.sampling.sampler.uniforms`. Returns (rows, 4) float64: the token's id,
     its logprob under log_softmax of `logits` (`processed`: of `logits` over their temperature), its rank among those,
-    from 1, and whether the row is sound: 0 where it holds NaN or +inf, or nothing but -inf, and the rest means nothing.
+    from 1, and whether the row is sound: 0 where it holds NaN or an infinity, and the rest means nothing.
     """
     rows, vocab = logits.shape
     output = torch.empty(rows, 4, dtype=torch.float64, device=logits.device)

@@ -63,8 +63,8 @@ class Sampler:
 
         The outputs have the row's request, its token, its logprobs and its sampling mask; nothing of the weights yet.
 
-        A row whose filters leave no token, or whose logits hold NaN, +inf or nothing but -inf, gives no token: its
-        output ends the choice with FinishReason.ERROR and a `stop_reason` that says why.
+        A row whose filters leave no token, or whose logits hold NaN or an infinity, gives no token: its output
+        ends the choice with FinishReason.ERROR and a `stop_reason` that says why.
         Raises ValueError where `rows` and `logits` differ in number.
         """
         if len(rows) != len(logits):
@@ -100,7 +100,7 @@ class Sampler:
                 groups[params.logprobs].append(r)
             if row.filters.want_mask and is_filtered(row, logits.shape[-1]):
                 masked.append(r)
-        finite = logits.amax(-1).isfinite()  # a NaN is the largest of its row
+        finite = _are_finite(logits)
         left = finite if filtered is None else filtered.amax(-1) > -math.inf
         tensors = [tokens, finite, left]
         for k, members in groups.items():
@@ -169,7 +169,7 @@ class Sampler:
         targets = torch.as_tensor(targets, dtype=torch.long, device=logits.device)
         result: list[list[TokenLogprob] | None] = []
         for part, ids in zip(logits.split(PROMPT_ROWS), targets.split(PROMPT_ROWS), strict=True):
-            *table, finite = _to_host([*logprob_table(part, ids, k), part.amax(-1).isfinite()])
+            *table, finite = _to_host([*logprob_table(part, ids, k), _are_finite(part)])
             result += [row if ok else None for row, ok in zip(as_entries(ids.tolist(), *table), finite, strict=True)]
         return result
 
@@ -178,6 +178,14 @@ def end_without_token(output: TokenOutput, why: str) -> None:
     """Let it end a choice for which there is no token."""
     output.token_id = output.logprobs = output.sampling_mask = None
     output.finish_reason, output.stop_reason = FinishReason.ERROR, why
+
+
+def _are_finite(logits: Tensor) -> Tensor:
+    """Bool (rows,): whether these logits are numbers, and not so large that even their sum in float32 is none.
+
+    One pass, and a model gives no -inf of its own accord: it is an overflow, as +inf is.
+    """
+    return logits.sum(-1, dtype=torch.float32).isfinite()
 
 
 def _only_scale(rows: Rows, logits: Tensor) -> bool:

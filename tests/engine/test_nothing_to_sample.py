@@ -67,6 +67,26 @@ def test_logits_that_overflow_end_a_choice_with_an_error_and_one_warning_an_epoc
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("params", [{"temperature": 0.0}, {"logprobs": 2}, {"top_p": 0.9}, {"allowed_token_ids": [3]}])
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_one_logit_that_is_no_number_ends_a_choice_whatever_is_asked_of_it(
+    served: Engine, broken: float, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A single -inf, which is an overflow too, used to be a token that is not sampled."""
+    forward = served.runner.forward
+
+    def overflowing(*arguments: Any) -> torch.Tensor:
+        logits = forward(*arguments).clone()
+        logits[:, 7] = broken
+        return logits
+
+    monkeypatch.setattr(served.runner, "forward", overflowing)
+    outputs = run(served, [request("a", prompt(9), **params)])
+    assert ended(outputs["a", 0]) == (None, FinishReason.ERROR, sampler.NOT_FINITE)
+    assert served.stats["finished_error"] == 1
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
 def test_logprobs_of_prompt_rows_that_are_no_numbers_were_told_as_if_they_were(
     served: Engine, broken: float, monkeypatch: pytest.MonkeyPatch

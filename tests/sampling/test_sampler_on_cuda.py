@@ -101,13 +101,13 @@ def test_the_kernel_gives_the_tokens_logprobs_and_ranks_of_the_definition(mode: 
 @pytest.mark.usefixtures("by_triton")
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_a_row_that_holds_no_number_ends_and_the_others_do_not() -> None:
-    logits = torch.zeros(4, 300)
-    logits[0, 7], logits[1, 8], logits[2] = torch.nan, torch.inf, -torch.inf
-    logits[3, :299] = -torch.inf
-    rows = [SamplingRow(RequestFilters(SamplingParams()), seed, 0) for seed in range(4)]
+    logits = torch.zeros(5, 300)
+    logits[0, 7], logits[1, 8], logits[2], logits[3, 9] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    logits[4, :299] = -1e30
+    rows = [SamplingRow(RequestFilters(SamplingParams()), seed, 0) for seed in range(5)]
     sampled = sampler.Sampler().sample(logits, rows)
-    assert [output.stop_reason for output in sampled] == [sampler.NOT_FINITE] * 3 + [None]
-    assert sampled[3].token_id == 299
+    assert [output.stop_reason for output in sampled] == [sampler.NOT_FINITE] * 4 + [None]
+    assert sampled[4].token_id == 299
 
 
 @pytest.mark.parametrize("capability", [90, *(pytest.param(sm, marks=pytest.mark.long) for sm in (80, 100))])
