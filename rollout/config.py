@@ -150,6 +150,7 @@ class ServerConfig:
     return_tokens_as_token_ids: bool = flag(False, "Write `token_id:N` in place of a token's text in text logprobs.")
     enable_force_include_usage: bool = flag(False, "End every stream with `usage`, asked for or not.")
     enable_prompt_tokens_details: bool = flag(False, "Say in `usage` how many prompt tokens the prefix cache had.")
+    enable_per_request_metrics: bool = flag(False, "Say in `metrics` of answers with one choice how long they took.")
     pause_generation_aborts: bool = flag(
         True,
         "End running requests where SGLang's trainers ask for it (/pause_generation, abort_all_requests). Off: they "

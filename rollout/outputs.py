@@ -58,9 +58,9 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     ascending ids, int32 in the machine's byte order (`mask_ids` reads them), None where the step was unfiltered.
     `epoch` and `version` are those of the weights whose forward pass sampled the token; `kv` is "mixed" where the keys
     and values it attended to were computed by more than one epoch. `routed_experts` are the rows
-    (`EngineReady.routing` has their
-    layout) of the tokens that were computed for this one and that no output before it brought: of the whole prompt
-    with the first token, then one row a token. After n tokens that makes prompt + n - 1 rows.
+    (`EngineReady.routing` has their layout) of the tokens that were computed for this one and that no output before it
+    brought: of the whole prompt with the first token, then one row a token. After n tokens that makes prompt + n - 1
+    rows. `waited_s` comes with the first output of a request: the seconds until it was first scheduled.
     """
 
     request_id: str
@@ -76,6 +76,7 @@ class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     cached_tokens: int = 0
     prompt_logprobs: list[list[TokenLogprob] | None] | None = None
     routed_experts: bytes | None = None
+    waited_s: float | None = None
 
 
 class WeightVersionSpan(msgspec.Struct, frozen=True):

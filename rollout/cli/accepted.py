@@ -67,7 +67,6 @@ IGNORED: dict[str, Ignored] = {
     "--enable-eplb": _switch(_SPEED),
     "--enable-expert-parallel": _switch(_SPEED),
     "--enable-log-requests": _switch("requests are never logged"),
-    "--enable-per-request-metrics": _switch("metrics of an answer are null: latencies are at /metrics"),
     "--enable-request-id-headers": _switch("every answer's id holds the request's X-Request-Id"),
     "--enable-server-load-tracking": _switch("/metrics tells the load"),
     "--enable-tokenizer-info-endpoint": _switch("read the tokenizer's configuration from the model's folder"),

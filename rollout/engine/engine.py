@@ -355,16 +355,17 @@ class Engine:
                 version=version,
                 kv="mixed" if sequence.kv_epoch is None else "current",
                 cached_tokens=sequence.cached_tokens,
+                waited_s=request.waited_s,
             )
             outputs.append(output)
+            request.waited_s = None
             wanted = request.params.prompt_logprobs is not None and request.prompt_is_finite
             if wanted and not request.prompt_logprobs_delivered:
                 output.prompt_logprobs, request.prompt_logprobs_delivered = list(request.prompt_logprobs), True
             if routing is not None:
                 # A row that was delivered stands, also where its token is computed again: it is what it sampled by.
-                computed = len(sequence.token_ids)
-                output.routed_experts = routing.read(sequence.block_table, sequence.num_routed, computed)
-                sequence.num_routed = computed
+                routed, sequence.num_routed = sequence.num_routed, len(sequence.token_ids)
+                output.routed_experts = routing.read(sequence.block_table, routed, sequence.num_routed)
         return outputs
 
     def _collect_prompt_logprobs(self, request: Request, start: int, logits: Tensor) -> None:

@@ -23,7 +23,7 @@ class Request:
 
     `max_tokens` is what the request and the model's length leave room for. Of several `eos_token_ids` the first ends a
     sequence with stop reason None, another with its id. `prompt_is_finite`: no logits of prompt rows have held NaN.
-    `waits_since` is None once it has been scheduled.
+    `waits_since` is None once it has been scheduled, and `waited_s`, how long that took, once it has been told.
     """
 
     request_id: str
@@ -43,6 +43,7 @@ class Request:
     prompt_is_finite: bool = True
     sequences: dict[int, Sequence] = field(default_factory=dict)
     waits_since: float | None = field(default_factory=time.monotonic)
+    waited_s: float | None = None
 
     def __post_init__(self) -> None:
         self.filters = RequestFilters(

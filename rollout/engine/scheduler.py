@@ -270,6 +270,7 @@ class Scheduler:
             waited, request.waits_since = time.monotonic() - request.waits_since, None
             self.waits[bisect_left(LATENCY_BUCKETS, waited)] += 1
             self.waited_s += waited
+            request.waited_s = waited
 
     def _chunk(self, sequence: Sequence, start: int) -> int:
         """How many tokens of a prefilling sequence, from `start` on, fit into this step."""

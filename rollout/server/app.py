@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.fleet import Fleet
@@ -12,7 +12,7 @@ from rollout.server.api import control, generate, pages, render, sglang, skyrl, 
 from rollout.server.auth import PROBES, BearerAuth, SiteGuard, api_keys, is_loopback
 from rollout.server.context import ServerContext
 from rollout.server.errors import install_error_handlers
-from rollout.server.limits import BodyLimit, prompt_bytes
+from rollout.server.limits import BodyLimit, known_query, prompt_bytes
 from rollout.server.text.tokenizer import BackgroundTokenizer
 from rollout.server.wire.openapi import install_openapi
 from rollout.version import __version__
@@ -29,10 +29,8 @@ def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig)
     server = app.state.server = ServerContext(engine, engine_config, config, tokenizer)
     engine.max_queued = config.max_queued_requests
     app.include_router(pages.router)
-    app.include_router(control.router)
-    app.include_router(weights.router)
-    app.include_router(sglang.router)
-    app.include_router(skyrl.router)
+    for router in (control.router, weights.router, sglang.router, skyrl.router):
+        app.include_router(router, dependencies=[Depends(known_query)])
     app.include_router(generate.router)
     app.include_router(tokenize.router)
     for router in (generate.scale_out_router, render.router):
@@ -40,7 +38,10 @@ def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig)
         app.include_router(router if server.scale_out else off)
     for router in (sleep.router, sglang.memory_router):
         off = generate.disabled(router, "The endpoints of sleep", "--enable-sleep-mode")
-        app.include_router(router if engine_config.enable_sleep_mode else off)
+        if engine_config.enable_sleep_mode:
+            app.include_router(router, dependencies=[Depends(known_query)])
+        else:
+            app.include_router(off)
     install_error_handlers(app)
     install_openapi(app)
     open_paths = PROBES | ({"/abort_requests"} if config.tokens_only else set())

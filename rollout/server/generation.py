@@ -16,7 +16,7 @@ from rollout.messages import AddRequest
 from rollout.outputs import FinishReason, KVState, RoutingShape, TokenOutput, WeightVersionSpan, mask_ids
 from rollout.sampling.params import SamplingParams
 from rollout.server.context import ServerContext
-from rollout.server.latency import RequestClock
+from rollout.server.latency import RequestClock, RequestTiming
 from rollout.server.live import ShownAnswer
 from rollout.server.text.detokenizer import TextReader, Vocabulary
 from rollout.server.wire.answer import Answer, Delta
@@ -187,6 +187,10 @@ class Generation(Answer):
         self._stream.__exit__(kind, error, traceback)
         if self.completion_tokens:
             self._clock.end(self._stream.client.rank, self.prompt_tokens, self.completion_tokens, self.n)
+
+    def timing(self) -> RequestTiming | None:
+        """How long the one choice took."""
+        return self._clock.timing(self.completion_tokens) if self.n == 1 else None
 
     def __aiter__(self) -> Self:
         return self

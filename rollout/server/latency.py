@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+import msgspec
 from prometheus_client.core import HistogramMetricFamily
 
 from rollout.messages import LATENCY_BUCKETS
@@ -65,6 +66,17 @@ def buckets(tops: Sequence[float], counts: Sequence[int]) -> list[tuple[str, flo
     return found
 
 
+class RequestTiming(msgspec.Struct, omit_defaults=True):
+    """How long one choice took, in vLLM's fields: milliseconds from its scheduling to its first token, from there to
+    its last, before it was scheduled, and between two tokens; tokens a second since it was scheduled."""
+
+    time_to_first_token_ms: float | None = None
+    generation_time_ms: float | None = None
+    queue_time_ms: float | None = None
+    mean_itl_ms: float | None = None
+    tokens_per_second: float | None = None
+
+
 class RequestClock:
     """The times of one request, from now on."""
 
@@ -72,18 +84,37 @@ class RequestClock:
         self._histograms = histograms
         self._began = time.monotonic()
         self._last: dict[int, float] = {}
+        self._first = 0.0
+        self._waited = 0.0
 
     def read(self, rank: int, outputs: Sequence[TokenOutput]) -> None:
         """Note the times of these outputs of engine `rank`, which have just come. Tokens of a choice that come together
         share the time since the one before them; those that come with the first one have none."""
         now = time.monotonic()
         if not self._last:
+            self._first, self._waited = now, outputs[0].waited_s or 0.0
             self._histograms.observe(FIRST, rank, now - self._began)
         for index, count in Counter(output.index for output in outputs if output.token_id is not None).items():
             last = self._last.get(index)
             if gaps := count - (last is None):
                 self._histograms.observe(NEXT, rank, 0.0 if last is None else (now - last) / count, gaps)
             self._last[index] = now
+
+    def timing(self, tokens: int) -> RequestTiming:
+        """What is known of a request whose only choice has so many tokens."""
+        if not self._last:
+            return RequestTiming()
+        scheduled, last = self._began + self._waited, max(self._last.values(), default=self._first)
+        timing = RequestTiming(
+            time_to_first_token_ms=1000 * max(0.0, self._first - scheduled),
+            generation_time_ms=1000 * (last - self._first),
+            queue_time_ms=1000 * self._waited,
+        )
+        if tokens > 1:
+            timing.mean_itl_ms = 1000 * (last - self._first) / (tokens - 1)
+        if last > scheduled:
+            timing.tokens_per_second = tokens / (last - scheduled)
+        return timing
 
     def end(self, rank: int, prompt_tokens: int, completion_tokens: int, n: int) -> None:
         """Note that the request has ended, with so many tokens."""

@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from rollout.messages import EngineReady
-from rollout.server.errors import as_api_error, error_response
+from rollout.server.auth import PROBES
+from rollout.server.errors import ApiError, as_api_error, error_response
 from rollout.server.wire.body import Body
 
 _ONE_PROMPT = frozenset(
@@ -122,6 +123,21 @@ async def require_json(request: Request) -> None:
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if has_body and content_type != "application/json":
         raise RequestValidationError(["Unsupported Media Type: Only 'application/json' is allowed"])
+
+
+async def known_query(request: Request) -> None:
+    """Raise a 400 for a query parameter that the path doesn't have, where it changes anything: /pause?mod=keep would
+    end what runs."""
+    if request.method == "GET" or request.url.path in PROBES:
+        return
+    route = request.scope["route"]
+    assert isinstance(route, APIRoute)
+    known = [field.alias for field in route.dependant.query_params]
+    for name in request.query_params:
+        if name not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            message = f"{name[:64]!r} is no query parameter of {route.path}: {takes}."
+            raise ApiError(400, message, param=name[:64])
 
 
 class BoundedRoute(APIRoute):

@@ -253,6 +253,15 @@ def test_abort(chunking: Engine) -> None:
     assert not chunking.has_work
 
 
+def test_how_long_a_request_waited_is_told_once(chunking: Engine) -> None:
+    counted = chunking.scheduler.waited_s
+    outputs = run(chunking, [request("first", prompt(9), n=2), request("then", prompt(40, 1)), request("last", [5])])
+    told = {key: [o.waited_s for o in choice if o.waited_s is not None] for key, choice in outputs.items()}
+    assert sum(map(len, told.values())) == 3
+    assert all(outputs[name, 0][0].waited_s is not None for name in ("first", "then", "last"))
+    assert sum(waits[0] for waits in told.values() if waits) == pytest.approx(chunking.scheduler.waited_s - counted)
+
+
 # -- prompt logprobs
 
 

@@ -118,6 +118,37 @@ def test_these_pauses_refuse_new_requests(client: httpx.Client, mode: str) -> No
     assert client.post(PATH, json=body(7)).status_code == 200
 
 
+def test_a_pause_clears_the_cache_where_it_is_asked_to(server: RunningServer, client: httpx.Client) -> None:
+    before = len(server.stats()["calls"])
+    for mode, clear in (("abort", "true"), ("wait", "false"), ("keep", "true")):
+        client.post(f"/pause?mode={mode}&clear_cache={clear}")
+        client.post("/resume")
+    methods = [call["method"] for call in server.stats()["calls"][before:]]
+    assert methods == ["pause", "reset_prefix_cache", "resume", "pause", "resume", "pause", "resume"]
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/pause?mod=keep", "mod"),
+        ("/resume?tags=weights", "tags"),
+        ("/reset_prefix_cache?reset_running_requests=true", "reset_running_requests"),
+        ("/reset_prefix_cache?reset_external=1", "reset_external"),
+        ("/start_weight_update?mode=in_place", "mode"),
+        ("/abort_requests?request_ids=a", "request_ids"),
+        ("/flush_cache?timeout=-1", "query.timeout"),
+        ("/pause_generation?mode=retract", "mode"),
+        ("/collective_rpc?method=start_weight_update", "method"),
+    ],
+)
+def test_no_query_parameter_is_ignored_where_something_changes(client: httpx.Client, path: str, param: str) -> None:
+    refused = client.post(path)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+    assert client.get("/is_paused").json() == {"is_paused": False}
+    for harmless in ("/reset_prefix_cache?reset_external=false", "/ping?from=balancer", "/flush_cache?timeout=0.5"):
+        assert client.post(harmless).status_code == 200
+
+
 def test_a_keep_pause_queues_them(server: RunningServer, client: httpx.Client) -> None:
     client.post("/pause?mode=keep")
     queued = in_background(client, **body(7))

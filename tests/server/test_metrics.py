@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,6 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollout.launch import serve
 from tests.support import tiny_models
 from tests.support.engine_utils import prompt
+from tests.support.fake_engine import WAITED_S
+from tests.support.text_server import events, ok, text_server
 from tests.support.wait import eventually
 from trainer_bridge.client import RolloutClient, RolloutError
 from trainer_bridge.push.sender import WeightPushError, WeightSender
@@ -91,6 +95,28 @@ def test_what_was_generated_is_what_is_counted(client: RolloutClient) -> None:
     assert cache[:3] == ("16", "True", "0.9")
     assert blocks == 101
     assert (tokens, concurrency) == (16 * blocks, 16 * blocks / client.models()[0]["max_model_len"])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_says_how_long_it_took_where_the_server_is_told_to(path: str) -> None:
+    body: dict[str, Any] = {"max_tokens": 4, "prompt": "a", "messages": [{"role": "user", "content": "a"}]}
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    with text_server(enable_per_request_metrics=True) as served, httpx.Client(base_url=served.url, timeout=60) as http:
+        began = time.monotonic()
+        whole = ok(http.post(path, json=body))["metrics"]
+        took_ms = 1000 * (time.monotonic() - began)
+        assert ok(http.post(path, json={**body, "n": 2}))["metrics"] is None
+        *pieces, last = events(http.post(path, json=streamed))
+        *_, short = events(http.post(path, json={**streamed, "max_tokens": 1}))
+    assert whole["queue_time_ms"] == pytest.approx(1000 * WAITED_S)
+    assert whole["mean_itl_ms"] == pytest.approx(whole["generation_time_ms"] / 3)
+    parts = [whole[name] for name in ("time_to_first_token_ms", "queue_time_ms", "generation_time_ms")]
+    assert all(part >= 0 for part in parts)
+    assert 0 < sum(parts) < took_ms
+    assert whole["tokens_per_second"] == pytest.approx(4000 / (sum(parts) - whole["queue_time_ms"]))
+    assert not any("metrics" in piece for piece in pieces)
+    assert last["metrics"].keys() == whole.keys()
+    assert short["metrics"].keys() == whole.keys() - {"mean_itl_ms"}
 
 
 def test_pushes_and_the_staleness_of_tokens_are_counted(client: RolloutClient) -> None:

@@ -36,6 +36,7 @@ MAX_MODEL_LEN = 2048
 MAX_NUM_SEQS = 8
 EOS = 999
 SAY = "say:"
+WAITED_S = 0.000001  # what it says of every request
 SLOW = 990  # one token every 50 ms
 NEVER = 991  # accepted, but no token ever comes
 DIE = 992  # the process is killed after three tokens
@@ -158,6 +159,8 @@ class FakeEngine:
             output.logprobs = [TokenLogprob(i, -0.5 * rank, rank) for rank, i in enumerate(ids, start=1)]
             if prompt[0] == UNSENDABLE:
                 output.logprobs[0] = TokenLogprob(token, [float("-inf"), float("nan")][position % 2], 1)
+        if position == index == 0:
+            output.waited_s = WAITED_S
         if position == 0 and params.prompt_logprobs is not None:
             output.prompt_logprobs = [None, *([TokenLogprob(i, -1.0, 7), TokenLogprob(3, -0.5, 1)] for i in prompt[1:])]
         if prompt[0] == MASKED and request.return_sampling_mask and position % 2:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Depends, Request, Response
+from fastapi import APIRouter, Body, Depends, Query, Request, Response
 
 from rollout.fleet.errors import EngineError
 from rollout.server.context import PauseMode, ServerContext, ServerDep
@@ -111,8 +111,8 @@ def sglang_info(server: ServerContext) -> dict[str, Any]:
 
 @router.get("/get_server_info", include_in_schema=False)
 @router.get("/server_info")
-async def server_info(server: ServerDep) -> dict[str, Any]:
-    """What trainers read of vLLM's configuration (TRL asks for it with `config_format=json`), and of SGLang's."""
+async def server_info(server: ServerDep, config_format: Literal["json"] = "json") -> dict[str, Any]:
+    """What trainers read of vLLM's configuration, and of SGLang's."""
     info, mode = server.model, server.engine_config.logprobs_mode
     return {
         **sglang_info(server),
@@ -126,13 +126,16 @@ async def server_info(server: ServerDep) -> dict[str, Any]:
 
 
 @router.post("/pause")
-async def pause(server: ServerDep, mode: PauseMode = "abort") -> dict[str, str]:
+async def pause(server: ServerDep, mode: PauseMode = "abort", clear_cache: bool = False) -> dict[str, str]:
     """Stop generating. abort: running requests end now; wait: once they have finished; keep: they go on at resume.
 
     New requests are refused in the first two modes, queued in the third. A wait that takes too long is a 503, and the
-    pause stands.
+    pause stands. In the first two modes `clear_cache` forgets every cached prefix, too; that isn't needed for new
+    weights, which find no prefix of older ones.
     """
     await pause_engines(server, mode, new_requests=mode)
+    if clear_cache and mode != "keep":
+        await server.engine.call("reset_prefix_cache", timeout_s=CONTROL_TIMEOUT_S)
     return {"status": "paused"}
 
 
@@ -178,8 +181,18 @@ async def scale_elastic_ep(
 
 
 @router.post("/reset_prefix_cache")
-async def reset_prefix_cache(server: ServerDep) -> dict[str, bool]:
+async def reset_prefix_cache(
+    server: ServerDep,
+    reset_running_requests: Annotated[bool, Query(include_in_schema=False)] = False,
+    reset_external: Annotated[bool, Query(include_in_schema=False)] = False,
+) -> dict[str, bool]:
     """Forget every cached prefix."""
+    for name, asked, why in (
+        ("reset_running_requests", reset_running_requests, "what runs keeps its cache: POST /pause?mode=abort ends it"),
+        ("reset_external", reset_external, "there is no cache but the engines' own"),
+    ):
+        if asked:
+            raise ApiError(400, f"{name} is not supported by this server: {why}; leave it out.", param=name)
     await server.engine.call("reset_prefix_cache", timeout_s=CONTROL_TIMEOUT_S)
     return {"success": True}
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Body, Depends, Request, Response
+from fastapi import APIRouter, Body, Depends, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from rollout.config import KVPolicy
@@ -34,6 +34,7 @@ router = APIRouter(dependencies=[Depends(require_json)])
 memory_router = APIRouter(dependencies=[Depends(require_json)])
 
 GROUP = "weight_update_group"
+_MAX_IDLE_S = 600.0
 _MOST_GROUPS = 16
 PauseGeneration = Literal["abort", "retract", "in_place"]
 # What a pause's mode says of the cache of those that go on after it.
@@ -180,10 +181,14 @@ async def abort_request(
 
 @router.get("/flush_cache", include_in_schema=False, response_class=PlainTextResponse)
 @router.post("/flush_cache", response_class=PlainTextResponse)
-async def flush_cache(bracket: BracketDep) -> str:
-    """Forget every cached prefix; a 400 while requests run, unless generation is paused."""
-    if bracket.mode is None and (running := bracket.server.engine.in_flight):
-        raise ApiError(400, f"{running} choices run or wait: pause first, or ask again once they have ended.")
+async def flush_cache(bracket: BracketDep, timeout: Annotated[float, Query(ge=0, le=_MAX_IDLE_S)] = 0) -> str:
+    """Forget every cached prefix; a 400 where requests still run after `timeout` seconds, unless generation is
+    paused."""
+    until = time.monotonic() + timeout
+    while bracket.mode is None and (running := bracket.server.engine.in_flight):
+        if time.monotonic() >= until:
+            raise ApiError(400, f"{running} choices run or wait: pause first, or ask again once they have ended.")
+        await asyncio.sleep(0.02)
     await bracket.server.engine.call("reset_prefix_cache", timeout_s=control.CONTROL_TIMEOUT_S)
     return "Cache flushed.\n"
 

@@ -18,6 +18,7 @@ from msgspec import UNSET, UnsetType
 from rollout.config import ServerConfig
 from rollout.outputs import FinishReason, IdArray, TokenLogprob, WeightVersionSpan
 from rollout.server.errors import ApiError, error_body
+from rollout.server.latency import RequestTiming
 from rollout.server.text.detokenizer import Vocabulary
 from rollout.server.wire.body import GenerationBody
 from rollout.server.wire.logprobs import PromptLogprobs, prompt_logprobs
@@ -71,6 +72,10 @@ class Answer:
     prompt_text: str | None = None
     prompt_logprobs: list[list[TokenLogprob] | None] | None = None
     weight_version: str = ""
+
+    def timing(self) -> RequestTiming | None:
+        """How long it took; None where that isn't known, and of several choices."""
+        return None
 
     def prompt_ends_with(self, mark: str) -> bool:
         """Whether the prompt's text ends with this mark, but for white space."""
@@ -168,6 +173,10 @@ class Writer(ABC, Generic[B]):
         if self.config.enable_prompt_tokens_details:
             usage.prompt_tokens_details = PromptTokensDetails(sum(answer.cached_tokens for answer in self.answers))
         return usage
+
+    def metrics(self) -> RequestTiming | None:
+        """How long the one choice of the one prompt took, where the server tells that."""
+        return self.answer.timing() if self.config.enable_per_request_metrics and len(self.answers) == 1 else None
 
     def totals(self) -> Usage | None:
         """The counts as the last event of a stream states them, without details; None where they aren't asked for."""

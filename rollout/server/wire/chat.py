@@ -15,6 +15,7 @@ from rollout.config import ServerConfig
 from rollout.outputs import FinishReason
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.errors import ErrorBody
+from rollout.server.latency import RequestTiming
 from rollout.server.text.call_formats import tools_by_name
 from rollout.server.wire.answer import Answer, Delta, Usage
 from rollout.server.wire.body import ChatFields, Prompt
@@ -155,7 +156,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     prompt_text: str | None = None
     kv_transfer_params: None = None
     ec_transfer_params: None = None
-    metrics: None = None
+    metrics: RequestTiming | None = None
 
 
 class MessageDelta(msgspec.Struct, kw_only=True):
@@ -192,6 +193,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     prompt_text: str | UnsetType | None = UNSET
     system_fingerprint: str | UnsetType | None = UNSET
     usage: Usage | UnsetType = UNSET
+    metrics: RequestTiming | UnsetType = UNSET
 
 
 class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
@@ -239,6 +241,7 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
                 for answer, delta in choices
             ],
             usage=self.usage(),
+            metrics=self.metrics(),
             prompt_logprobs=self.answer.told_prompt_logprobs(),
             prompt_token_ids=self.prompt_ids(self.answer),
             prompt_text=self._prompt_text,

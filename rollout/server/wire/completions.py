@@ -17,6 +17,7 @@ from rollout.config import ServerConfig
 from rollout.outputs import FinishReason, TokenLogprob
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.errors import ErrorBody
+from rollout.server.latency import RequestTiming
 from rollout.server.text.detokenizer import Detokenizer
 from rollout.server.wire.answer import Answer, Delta, Usage
 from rollout.server.wire.body import MAX_PROMPTS, Each, Prompt, Text, TextPrompt, TokenIds
@@ -113,7 +114,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     usage: Usage
     kv_transfer_params: None = None
     ec_transfer_params: None = None
-    metrics: None = None
+    metrics: RequestTiming | None = None
 
 
 class CompletionChunkChoice(TokenExtras, kw_only=True):
@@ -139,6 +140,7 @@ class CompletionChunk(msgspec.Struct, kw_only=True):
     choices: list[CompletionChunkChoice]
     system_fingerprint: str | UnsetType | None = UNSET
     usage: Usage | UnsetType = UNSET
+    metrics: RequestTiming | UnsetType = UNSET
 
 
 class CompletionWriter(OpenAIWriter[CompletionRequest]):
@@ -168,6 +170,7 @@ class CompletionWriter(OpenAIWriter[CompletionRequest]):
             model=self.answer.model,
             choices=made,
             usage=self.usage(),
+            metrics=self.metrics(),
         )
 
     def chunk(self, answer: Answer, delta: Delta) -> Iterator[msgspec.Struct]:

@@ -148,5 +148,5 @@ class OpenAIWriter(TextWriter[R]):
         """The totals, where asked for."""
         if (usage := self.totals()) is not None:
             totals = self.envelope([])
-            totals.usage = usage
+            totals.usage, totals.metrics = usage, self.metrics() or UNSET
             yield totals
