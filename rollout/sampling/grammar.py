@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ LIMITS = LLParserLimits(  # measured on hostile grammars: a compilation ends in 
     verbose_errors=False,
 )
 _CACHED = 64
+_VALUES = {"enum", "const", "default", "examples"}  # keywords that hold values, and those that hold schemas by name
+_BY_NAME = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 
 
 def load_tokenizer(model: str) -> Any:
@@ -154,11 +156,24 @@ def _schema(schema: str | dict[str, Any], params: StructuredOutputsParams) -> st
 
 def _closed(schema: Any) -> Any:
     """The schema, whose objects that name properties have no others unless they say so (as vLLM's option has it)."""
+
+    def close(one: dict[str, Any]) -> dict[str, Any]:
+        named = isinstance(one.get("properties"), dict) and isinstance(one.get("type", "object"), str)
+        return {"additionalProperties": False} | one if named else one
+
+    return each_schema(schema, close)
+
+
+def each_schema(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """The schema with `change` made to it and to each one within it."""
     if isinstance(schema, list):
-        return [_closed(item) for item in schema]
+        return [each_schema(item, change) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {key: value if key in ("enum", "const", "default") else _closed(value) for key, value in schema.items()}
-    if isinstance(schema.get("properties"), dict) and isinstance(schema.get("type", "object"), str):
-        closed.setdefault("additionalProperties", False)
-    return closed
+    changed = {}
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            changed[key] = {name: each_schema(one, change) for name, one in value.items()}
+        else:
+            changed[key] = value if key in _VALUES else each_schema(value, change)
+    return change(changed)

@@ -6,13 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any, get_args
 
+import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.config import ReasoningParser, ServerConfig, ToolCallParser
 from rollout.outputs import FinishReason
-from rollout.server.text.call_formats import CALL_FORMATS, REASONING_FORMATS
+from rollout.sampling.params import ParameterError
+from rollout.server.text.call_formats import CALL_FORMATS, REASONING_FORMATS, calls_schema
 from rollout.server.text.calls import AnswerReader
 from rollout.server.wire.answer import Answer, Delta, encode_json
 from rollout.server.wire.chat import ChatCompletionRequest, ChatWriter
@@ -242,6 +244,34 @@ def test_a_named_call_streams_its_arguments_and_ends_with_stop() -> None:
     calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
     assert calls[0]["function"] == {"name": "f", "arguments": "{"}
     assert "".join(call["function"]["arguments"] for call in calls) == ARGUMENTS
+
+
+def test_a_forced_call_that_was_cut_off_is_text() -> None:
+    choice = {"type": "function", "function": {"name": "f"}}
+    whole, _ = answered(ARGUMENTS[:-1], [], ServerConfig(), tool_choice=choice)
+    message = whole["choices"][0]["message"]
+    assert (message["content"], message.get("tool_calls")) == (ARGUMENTS[:-1], None)
+
+
+def test_what_a_tools_schema_refers_to_is_found_where_one_must_be_called() -> None:
+    node = {"type": "object", "properties": {"n": {"type": "integer"}, "next": {"$ref": "#/$defs/node"}}}
+    schema: Any = {"properties": {"$ref": {"$ref": "#/$defs/node"}, "enum": {"$ref": "#"}}, "$defs": {"node": node}}
+    schema["const"] = {"$ref": "#/$defs/node"}
+    made = calls_schema({"first": {}, "second": schema})
+    place = "#/items/anyOf/1/properties/parameters"
+    moved = made["items"]["anyOf"][1]["properties"]["parameters"]
+    assert moved["properties"] == {"$ref": {"$ref": f"{place}/$defs/node"}, "enum": {"$ref": place}}
+    assert moved["const"] == schema["const"]
+    validator = jsonschema.Draft202012Validator(made)
+    del moved["const"]
+    assert validator.is_valid([{"name": "second", "parameters": {"$ref": {"n": 1, "next": {"n": 2}}}}])
+    assert not validator.is_valid([{"name": "second", "parameters": {"$ref": {"n": 1, "next": {"n": "2"}}}}])
+    assert not validator.is_valid([{"name": "second", "parameters": {"enum": {"$ref": {"n": "x"}}}}])
+    deep: Any = {}
+    for _ in range(5000):
+        deep = {"not": deep}
+    with pytest.raises(ParameterError, match="too deeply"):
+        calls_schema({"deep": deep})
 
 
 def test_parsers_see_special_tokens() -> None:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rollout.sampling.grammar import each_schema
+from rollout.sampling.params import ParameterError
+
 Tools = Mapping[str, Mapping[str, Any]]
 """Name → the JSON schema of its arguments."""
 
@@ -208,13 +211,30 @@ def calls_schema(tools: Tools) -> dict[str, Any]:
     each = [
         {
             "type": "object",
-            "properties": {"name": {"enum": [name]}, "parameters": arguments_schema(schema)},
+            "properties": {
+                "name": {"enum": [name]},
+                "parameters": _moved(arguments_schema(schema), f"#/items/anyOf/{number}/properties/parameters"),
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name, schema in tools.items()
+        for number, (name, schema) in enumerate(tools.items())
     ]
     return {"type": "array", "minItems": 1, "items": {"anyOf": each}}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema that has moved to this place: what it refers to within itself has moved with it. Raises ParameterError
+    for one that is nested too deeply."""
+
+    def move(one: dict[str, Any]) -> dict[str, Any]:
+        to = one.get("$ref")
+        return one | {"$ref": place + to.removeprefix("#")} if isinstance(to, str) and to.startswith("#") else one
+
+    try:
+        return each_schema(schema, move)
+    except RecursionError:
+        raise ParameterError("A tool's schema is nested too deeply.", "tools") from None
 
 
 def arguments_schema(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from rollout.outputs import FinishReason
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.errors import ErrorBody
 from rollout.server.latency import RequestTiming
-from rollout.server.text.call_formats import tools_by_name
+from rollout.server.text.call_formats import ToolCall, tools_by_name
+from rollout.server.text.calls import Part
 from rollout.server.wire.answer import Answer, Delta, Usage
 from rollout.server.wire.body import ChatFields, Prompt
 from rollout.server.wire.logprobs import PromptLogprobs, TextLogprobs, text_logprobs
@@ -196,6 +197,14 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     metrics: RequestTiming | UnsetType = UNSET
 
 
+def _is_whole(call: ToolCall) -> bool:
+    try:
+        msgspec.json.decode(call.arguments, type=msgspec.Raw)
+    except msgspec.DecodeError:
+        return False
+    return True
+
+
 class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
     """Answers of /v1/chat/completions."""
 
@@ -216,6 +225,8 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
 
     def _message(self, answer: Answer, delta: Delta) -> AssistantMessage:
         part = self._parts.read(answer, delta)
+        if self.body.named_tool is not None and not all(map(_is_whole, part.calls)):
+            part = Part(part.reasoning, part.calls[0].arguments)
         message = AssistantMessage(content=self.body.echoed + part.content)
         if part.reasoning:
             message.reasoning = message.reasoning_content = part.reasoning
