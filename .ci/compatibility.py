@@ -104,8 +104,9 @@ def _fate(name: str) -> str:
     return "refused" if name in REFUSED else "no effect" if name in NO_EFFECT else ""
 
 
-def _ignored(why: str, has_value: bool, only: tuple[str, ...]) -> str:
-    return f"{why} ({' or '.join(only)} alone)" if only else why
+def _ignored(why: str, has_value: bool, only: tuple[str, ...], never: tuple[str, str] | None) -> str:
+    but = "" if never is None else f" (but not {never[0]}: {never[1]})"
+    return f"{why} ({' or '.join(only)} alone)" if only else why + but
 
 
 def _flags() -> Iterator[str]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from rollout.outputs import RoutingShape, TokenOutput
-from rollout.sampling.params import SamplingParams
+from rollout.sampling.params import SamplingParams, Thinking
 
 LATENCY_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
@@ -26,7 +26,8 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True):
     `bad_words_token_ids` are the token sequences that `sampling_params.bad_words` stand for. `return_sampling_mask`
     asks for the support of every filtered step. `session_id` names the dialogue that the request belongs to: the fleet
     sends it where the one before went. `grammar` is what `sampling_params.structured_outputs` ask for, as
-    `sampling.grammar.as_grammar` has it, in the tokens of `tokenizer`, a folder or hub id, or the model's own.
+    `sampling.grammar.as_grammar` has it, in the tokens of `tokenizer`, a folder or hub id, or the model's own; it holds
+    after the `thinking`, where there may be any.
     """
 
     request_id: str
@@ -39,6 +40,7 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True):
     session_id: str | None = None
     grammar: str | None = None
     tokenizer: str | None = None
+    thinking: Thinking | None = None
 
 
 class AbortRequests(msgspec.Struct, tag=True):

@@ -14,11 +14,13 @@ from typer.core import TyperCommand
 
 
 class Ignored(NamedTuple):
-    """Why a flag says nothing here; whether it has a value, and the only ones (if any) that may be ignored."""
+    """Why a flag says nothing here; whether it has a value, the only ones (if any) that may be ignored, and a word that
+    no value may hold, with the reason."""
 
     why: str
     has_value: bool = True
     only: tuple[str, ...] = ()
+    never: tuple[str, str] | None = None
 
 
 _SPEED = "how it is computed is chosen by this engine"
@@ -104,7 +106,10 @@ IGNORED: dict[str, Ignored] = {
     "--show-hidden-metrics-for-version": Ignored("/metrics hides none"),
     "--speculative-config": Ignored("tokens are decoded one at a time, from the same distribution"),
     "--stream-interval": Ignored("each event of a stream brings what there is by then"),
-    "--structured-outputs-config": Ignored("grammars have one library here; requests say the rest"),
+    "--structured-outputs-config": Ignored(
+        "grammars have one library here; requests say the rest",
+        never=("enable_in_reasoning", "grammars hold after the reasoning; without --reasoning-parser, from the start"),
+    ),
     "--swap-space": Ignored("sequences that are preempted are computed again"),
     "--task": Ignored("models generate", only=("auto", "generate")),
     "--tokenizer-mode": Ignored("the tokenizer is transformers'", only=("auto", "hf", "slow")),
@@ -195,6 +200,8 @@ def accepted(arguments: Sequence[str]) -> Iterator[str]:
             if ignored.only and value not in ignored.only:
                 only = " or ".join(ignored.only)
                 raise typer.BadParameter(f"must be {only} here, got {value!r}: {ignored.why}.", param_hint=known)
+            if ignored.never and ignored.never[0] in (name + value).replace("-", "_"):
+                raise typer.BadParameter(f"{ignored.never[0]} isn't served: {ignored.never[1]}.", param_hint=known)
             typer.echo(f"rollout: vLLM's {known} is ignored: {ignored.why}", err=True)
 
 

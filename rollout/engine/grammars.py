@@ -59,7 +59,7 @@ class GrammarQueue:
         for message, future in [entry for entry in self._waiting.values() if entry[1].done()]:
             del self._waiting[message.request_id]
             if (error := future.exception()) is None:
-                add(message, future.result())
+                add(message, future.result().after(message.thinking))
                 continue
             logger.warning("request %s ends: its grammar can't be had: %s", message.request_id, error)
             ends = [TokenOutput(message.request_id, index) for index in range(message.sampling_params.n)]

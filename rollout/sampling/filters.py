@@ -54,7 +54,7 @@ def is_filtered(row: SamplingRow, vocab_size: int) -> bool:
     params = row.filters.params
     return bool(
         row.filters.greedy
-        or row.filters.grammar is not None
+        or row.constrained
         or params.allowed_token_ids is not None
         or params.logit_bias
         or params.min_p > 0
@@ -74,8 +74,10 @@ def without_nan(logits: Tensor) -> Tensor:
 
 
 def keep_structure(logits: Tensor, rows: Rows) -> None:
-    """Drop all tokens that the grammar of `structured_outputs` doesn't have next; at its end it has only EOS."""
-    states = [state for r in rows.structured if (state := rows[r].grammar) is not None]
+    """Drop all tokens that the grammar of `structured_outputs` doesn't have next; at its end it has only EOS. While the
+    reasoning before it lasts, nothing is dropped."""
+    places = [r for r in rows.structured if rows[r].constrained]
+    states = [state for r in places if (state := rows[r].grammar) is not None]
     if states:
         vocab_size = logits.shape[-1]
         packed = torch.from_numpy(next_tokens(states, vocab_size)).to(logits.device)
@@ -84,7 +86,7 @@ def keep_structure(logits: Tensor, rows: Rows) -> None:
         if len(states) == len(logits):
             logits.masked_fill_(forbidden, -math.inf)
         else:
-            logits[rows.structured] = logits[rows.structured].masked_fill_(forbidden, -math.inf)
+            logits[places] = logits[places].masked_fill_(forbidden, -math.inf)
 
 
 def keep_allowed_ids(logits: Tensor, rows: Rows) -> None:

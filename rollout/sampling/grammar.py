@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from rollout.sampling.params import ParameterError, StructuredOutputsParams
+from rollout.sampling.params import ParameterError, StructuredOutputsParams, Thinking
 
 MAX_SCHEMA_LENGTH = 1 << 16  # characters of JSON
 MAX_GRAMMAR_LENGTH = 1 << 14  # of a regex, a grammar or all choices: they become larger automata than a schema does
@@ -44,27 +44,43 @@ def load_tokenizer(model: str) -> Any:
 
 
 class Grammar:
-    """A compiled grammar, from whose start each choice goes its own way."""
+    """A compiled grammar, from whose start each choice goes its own way, after its `thinking` where there is any."""
 
-    def __init__(self, start: LLMatcher, tokens: int) -> None:
-        self._start, self._tokens = start, tokens
+    def __init__(self, start: LLMatcher, tokens: int, thinking: Thinking | None = None) -> None:
+        self._start, self._tokens, self._thinking = start, tokens, thinking
+
+    def after(self, thinking: Thinking | None) -> Grammar:
+        """The same, after this."""
+        return self if thinking is None else Grammar(self._start, self._tokens, thinking)
 
     def begin(self) -> GrammarState:
         """The state of a choice that has no token yet."""
-        return GrammarState(self._start.deep_copy(), self._tokens)
+        return GrammarState(self._start.deep_copy(), self._tokens, self._thinking)
 
 
 class GrammarState:
-    """Where one choice is in its grammar, which knows so many `tokens`. `append` takes each token of its output."""
+    """Where one choice is in its grammar, which knows so many `tokens`. `append` takes each token of its output.
 
-    __slots__ = ("matcher", "tokens")
+    While it is `free`, anything may come next. `first` is a token that may, whatever the grammar says.
+    """
 
-    def __init__(self, matcher: LLMatcher, tokens: int) -> None:
+    __slots__ = ("_end", "first", "free", "matcher", "tokens")
+
+    def __init__(self, matcher: LLMatcher, tokens: int, thinking: Thinking | None = None) -> None:
         self.matcher, self.tokens = matcher, tokens
+        self._end = None if thinking is None else thinking.end
+        self.first = None if thinking is None else thinking.begin
+        self.free = thinking is not None and thinking.begin is None
 
     def append(self, token_id: int) -> None:
         """The output has one more token. After one that the last mask forbade, nothing may follow."""
-        self.matcher.consume_token(token_id)
+        first, self.first = self.first, None
+        if self.free:
+            self.free = token_id != self._end
+        elif token_id == first:
+            self.free = True
+        else:
+            self.matcher.consume_token(token_id)
 
     @property
     def error(self) -> str | None:
@@ -78,7 +94,8 @@ def _executor() -> LLExecutor:
 
 
 def next_tokens(states: Sequence[GrammarState], vocab_size: int) -> np.ndarray:
-    """Which tokens may come next: a bit a token, (states, ⌈vocab_size / 8⌉) uint8, the lowest bit first.
+    """Which tokens may come next in these states, none of which is free: a bit a token, (states, ⌈vocab_size / 8⌉)
+    uint8, the lowest bit first.
 
     At the end of its grammar a choice may only have EOS, and in error nothing. The states are worked on in parallel.
     """
@@ -86,7 +103,11 @@ def next_tokens(states: Sequence[GrammarState], vocab_size: int) -> np.ndarray:
     matchers = [(state.matcher, place) for place, state in enumerate(states)]
     _executor().unsafe_compute_mask_ptr(matchers, words.ctypes.data, 4 * words.shape[1], len(words))
     words[[state.matcher.is_error() for state in states]] = 0
-    return words.view(np.uint8)[:, : -(-vocab_size // 8)]
+    bits = words.view(np.uint8)
+    for place, state in enumerate(states):
+        if state.first is not None:
+            bits[place, state.first // 8] |= 1 << state.first % 8
+    return bits[:, : -(-vocab_size // 8)]
 
 
 class GrammarCompiler:

@@ -24,6 +24,15 @@ class ParameterError(ValueError):
         self.param = param
 
 
+@dataclass(frozen=True)
+class Thinking:
+    """What a choice may say before its grammar holds: anything, up to and with the token `end`; where there is a
+    `begin`, only if that is its first token."""
+
+    end: int
+    begin: int | None = None
+
+
 @dataclass
 class StructuredOutputsParams:
     """What the text of a choice must be: exactly one of `json` (a schema, or JSON that is one), `json_object` (any

@@ -174,6 +174,11 @@ class SamplingRow:
         return self._grammar
 
     @property
+    def constrained(self) -> bool:
+        """Whether a grammar says what may come next."""
+        return (grammar := self.grammar) is not None and not grammar.free
+
+    @property
     def grammar_error(self) -> str | None:
         """Why the grammar lets nothing follow, where that is an error."""
         error = None if self._grammar is None else self._grammar.error

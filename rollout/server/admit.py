@@ -15,6 +15,8 @@ from rollout.server.context import ServerContext
 from rollout.server.errors import ApiError
 from rollout.server.generation import Generation
 from rollout.server.prompts import require_vocabulary
+from rollout.server.text.call_formats import REASONING_FORMATS
+from rollout.server.text.thinking import free_thinking
 from rollout.server.text.tokenizer import bad_words_token_ids
 from rollout.server.wire.body import GenerationBody
 
@@ -42,11 +44,13 @@ async def admit(
         vocabulary = await require_vocabulary(server, "Stop strings need", param="stop")
     elif params.prompt_logprobs is not None:
         vocabulary = await server.tokenizer.vocabulary()
-    grammar = None
+    grammar, thinking = None, None
     if params.structured_outputs is not None:
         field = body.structure_param
         known = await require_vocabulary(server, "Structured outputs need", param=field)
         grammar = await server.grammars.grammar(params.structured_outputs, known.tokenizer, server.model, field)
+        if (format := REASONING_FORMATS.get(server.config.reasoning_parser or "")) is not None:
+            thinking = free_thinking(known, token_ids, format, ended=body.ended_reasoning, param=field)
     bad_words = []
     if params.bad_words:
         bad_words = await asyncio.to_thread(bad_words_token_ids, await server.tokenizer.get(), params.bad_words)
@@ -62,6 +66,7 @@ async def admit(
         session_id=body.session or headers.get("x-session-id") or None,
         grammar=grammar,
         tokenizer=server.config.tokenizer,
+        thinking=thinking,
     )
     return Generation(server, request, vocabulary, wants_text=wants_text, rank=rank, first_index=first_index)
 

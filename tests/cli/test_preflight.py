@@ -289,6 +289,9 @@ def test_flags_of_vllms_are_ours_ignored_or_refused(capsys: pytest.CaptureFixtur
         if ignored.only:
             with pytest.raises(typer.BadParameter, match=re.escape(ignored.why)):
                 list(accepted(["model", flag, "another"]))
+    for given in (["-config", '{"enable_in_reasoning": true}'], ["-config.enable_in_reasoning", "true"]):
+        with pytest.raises(typer.BadParameter, match="enable_in_reasoning isn't served"):
+            list(accepted([f"--structured-outputs{given[0]}", given[1], "model"]))
 
 
 def test_a_refused_flag_ends_the_start_with_its_reason(served: list[Any], model: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from rollout.engine.engine import Engine
 from rollout.messages import AbortRequests, AddRequest
 from rollout.outputs import FinishReason, TokenOutput, mask_ids
+from rollout.sampling.params import Thinking
 from rollout.sampling.sampler import NO_TOKEN_LEFT
 from tests.support import schemas, tiny_models, tiny_tokenizers
 from tests.support.engine_utils import engine, ids, logprobs, prompt, run, teacher_forced
@@ -102,6 +104,50 @@ def test_the_ratio_of_an_unchanged_policy_under_the_recorded_mask_is_one(
             ratios = replay.importance_ratios(again, logprobs(choice))
             assert ratios.mean().item() == pytest.approx(1, abs=1e-4)
     assert narrowed > 20
+
+
+def test_thinking_is_free_and_the_grammar_holds_after_its_end(
+    served: Engine, model: PreTrainedModel, folder: Path
+) -> None:
+    free = AddRequest(
+        request_id="free",
+        prompt_token_ids=prompt(7),
+        sampling_params=schemas.SamplingParams(max_tokens=16, seed=3, logprobs=0, n=2),
+        return_sampling_mask=True,
+    )
+    spoken = run(served, [free])
+    end = next(token for token in ids(spoken["free", 0])[4:] if token not in ids(spoken["free", 0])[:4])
+    held = schemas.request("held", prompt(7), {"regex": "[a-d]{6}"}, n=2, max_tokens=40, seed=3)
+    held.thinking = Thinking(end)
+    beside = schemas.request("beside", prompt(7), {"regex": "[a-d]{6}"}, n=2, max_tokens=40, seed=3)
+    outputs = run(served, [held, beside])
+    thought = ids(outputs["held", 0]).index(end) + 1
+    assert 4 < thought <= 16
+    for got, expected in zip(outputs["held", 0][:thought], spoken["free", 0], strict=False):
+        assert (got.token_id, got.sampling_mask) == (expected.token_id, None)
+        assert got.logprobs
+        assert expected.logprobs
+        assert got.logprobs[0].logprob == pytest.approx(expected.logprobs[0].logprob, abs=1e-4)
+    answer = outputs["held", 0][thought:]
+    assert re.fullmatch("[a-d]{6}", text(answer))
+    assert all(output.sampling_mask is not None for output in [*answer, *outputs["beside", 0]])
+    masks = [None if o.sampling_mask is None else mask_ids(o.sampling_mask).tolist() for o in outputs["held", 0]]
+    again = replay.logprobs(
+        teacher_forced(model, held.prompt_token_ids, ids(outputs["held", 0])),
+        ids(outputs["held", 0]),
+        sampling_params={"structured_outputs": {"regex": "[a-d]{6}"}},
+        sampling_mask=masks,
+    )
+    torch.testing.assert_close(again, logprobs(outputs["held", 0]), atol=1e-4, rtol=0)
+
+    held.request_id, held.thinking = "begins", Thinking(end, begin=ord("Z"))
+    held.sampling_params.logit_bias = {ord("Z"): 100.0}
+    (first, *rest) = run(served, [held])["begins", 0]
+    assert first.token_id == ord("Z")
+    held_only = mask_ids(outputs["beside", 0][0].sampling_mask or b"").tolist()
+    assert mask_ids(first.sampling_mask or b"").tolist() == sorted([*held_only, ord("Z")])
+    assert rest[0].sampling_mask is not None  # of the bias
+    assert len(mask_ids(rest[0].sampling_mask)) == 256
 
 
 def test_a_trainer_without_the_mask_is_told_that_tokens_were_dropped() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.sampling.grammar import MAX_GRAMMAR_LENGTH, MAX_SCHEMA_LENGTH, GrammarCompiler, as_grammar, next_tokens
-from rollout.sampling.params import ParameterError, SamplingParams, StructuredOutputsParams
+from rollout.sampling.params import ParameterError, SamplingParams, StructuredOutputsParams, Thinking
 from tests.support import tiny_tokenizers
 
 VOCAB, EOS = 260, 1  # a model's vocabulary is often larger than its tokenizer's
@@ -97,6 +97,37 @@ def test_choices_of_one_grammar_go_their_own_ways_and_end_with_eos_alone() -> No
     one.append(EOS)
     assert one.error is None
     assert allowed(grammar.begin()) == allowed(grammar.begin()) == [expected(language, "") | {0xC3}]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([65, 66, 97, 98, 200]), max_size=8), st.booleans(), st.sampled_from([66, 97]))
+def test_a_grammar_holds_once_a_choice_has_thought(tokens: list[int], must_begin: bool, end: int) -> None:
+    begin = 65 if must_begin else None
+    state = COMPILER.compile(as_grammar(StructuredOutputsParams(regex="[ab]{4}"))).after(Thinking(end, begin)).begin()
+    thinks, answer = not must_begin, None if not must_begin else ""
+    for place, token in enumerate(tokens):
+        assert state.free == thinks
+        if thinks:
+            thinks = token != end
+            answer = answer if thinks else ""
+        else:
+            also = {65} if must_begin and place == 0 else set()
+            (mask,) = allowed(state)
+            assert answer is not None
+            assert mask == also | ({97, 98, *longer_ones(answer)} if len(answer) < 4 else {EOS})
+            if token not in mask:
+                break
+            if token in also:
+                thinks = True
+            else:
+                answer += chr(token)
+        state.append(token)
+        assert state.error is None
+
+
+def longer_ones(answer: str) -> set[int]:
+    """The tokens of several letters that fit behind this."""
+    return {t for t, text in TEXTS.items() if 1 < len(text) <= 4 - len(answer) and set(text) <= {"a", "b"}}
 
 
 def text_of(params: StructuredOutputsParams, text: str) -> bool:

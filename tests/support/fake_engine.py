@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from array import array
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -177,7 +178,9 @@ class FakeEngine:
 
 
 def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
-    """The process function. `config.model` "dies" ends before it is ready, "stalls" never gets ready."""
+    """The process function. `config.model` "dies" ends before it is ready, "stalls" never gets ready; a file
+    `eos_token_id` in it is what the server is told, for grammars."""
+    eos = Path(config.model) / "eos_token_id"
     context = zmq.Context()
     receiver, sender = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     receiver.connect(to_engine)
@@ -201,6 +204,7 @@ def run_engine(config: EngineConfig, to_engine: str, from_engine: str) -> None:
                 num_blocks=16,
                 block_size=16,
                 seconds={},
+                eos_token_ids=[int(eos.read_text())] if eos.is_file() else [],
             )
         )
     )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -25,19 +26,23 @@ CHAT_TEMPLATE = (
 )
 
 
-def tokenizer() -> Any:
-    """The tokenizer of these servers."""
+def tokenizer(added: Sequence[str] = ()) -> Any:
+    """The tokenizer of these servers; each text of `added` is a token of its own."""
     made = tiny_tokenizers.byte_level()
+    made.add_tokens([*added])
     made.chat_template = CHAT_TEMPLATE
     return made
 
 
 @contextlib.contextmanager
-def text_server(**config: Any) -> Iterator[RunningServer]:
-    """Serve as `smol` with masks on, and these fields of ServerConfig."""
+def text_server(*, added: Sequence[str] = (), **config: Any) -> Iterator[RunningServer]:
+    """Serve as `smol` with masks on, and these fields of ServerConfig; see `tokenizer`. With `added` the
+    model has an EOS token, too: grammars need one."""
     fields: dict[str, Any] = {"served_model_name": "smol", "enable_scale_out": True, "return_sampling_mask": True}
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer().save_pretrained(folder)
+        (made := tokenizer(added)).save_pretrained(folder)
+        if added:
+            (Path(folder) / "eos_token_id").write_text(str(made.eos_token_id))
         with running_server(ServerConfig(**fields | config), model=folder) as running:
             yield running
 

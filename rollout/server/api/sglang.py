@@ -8,6 +8,7 @@ own. A trainer is who joined last under the name of its group.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import secrets
 import time

@@ -225,7 +225,7 @@ class AnswerReader:
         named: str | None = None,
         begun: bool = False,
     ) -> None:
-        self._reasoning = None if reasoning is None or required or named else _Reasoning(reasoning, begun)
+        self._reasoning = None if reasoning is None else _Reasoning(reasoning, begun)
         self._calls: _Calls | _Required | _Named | None = None
         if named is not None:
             self._calls = _Named(named)

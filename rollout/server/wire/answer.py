@@ -26,8 +26,6 @@ from rollout.server.wire.logprobs import PromptLogprobs, prompt_logprobs
 # Sampling masks become lists one at a time: as Python ints a wide one takes nine times the memory.
 encode_json = msgspec.json.Encoder(enc_hook=array.tolist).encode
 
-_MARK_TOKENS = 16  # more than any mark has, and white space after it
-
 
 @dataclass(slots=True)
 class Delta:
@@ -76,12 +74,6 @@ class Answer:
     def timing(self) -> RequestTiming | None:
         """How long it took; None where that isn't known, and of several choices."""
         return None
-
-    def prompt_ends_with(self, mark: str) -> bool:
-        """Whether the prompt's text ends with this mark, but for white space."""
-        if self.vocabulary is None:
-            return False
-        return self.vocabulary.decode(self.prompt_token_ids[-_MARK_TOKENS:]).rstrip().endswith(mark)
 
     def told_prompt_logprobs(self) -> PromptLogprobs | None:
         """The prompt's logprobs as answers tell them. Long prompts take long: not for the event loop."""

@@ -146,6 +146,11 @@ class GenerationBody(Body):
         return self.session_id or ((self.vllm_xargs or {}).get("session_id") or None)
 
     @property
+    def ended_reasoning(self) -> bool | None:
+        """Whether the prompt has the answer's reasoning behind it; None: its last tokens say so."""
+        return None
+
+    @property
     def last_usage(self) -> bool:
         """Whether a stream ends with the totals."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)

@@ -15,6 +15,7 @@ from rollout.server.text.call_formats import (
     calls_schema,
 )
 from rollout.server.text.calls import AnswerReader, Part
+from rollout.server.text.thinking import reasoning_state
 from rollout.server.wire.answer import Answer, Delta
 from rollout.server.wire.openai import ChatLogprobs, OpenAIRequest
 
@@ -104,14 +105,16 @@ class PartReader:
             return Part(content=delta.text or "")
         reader = self._readers.get(delta.index)
         if reader is None:
-            reasoning = REASONING_FORMATS.get(self._config.reasoning_parser or "")
+            reasoning, state = REASONING_FORMATS.get(self._config.reasoning_parser or ""), ""
+            if reasoning is not None:
+                state = reasoning_state(answer.vocabulary, answer.prompt_token_ids, reasoning)
             reader = self._readers[delta.index] = AnswerReader(
                 calls=self._body.call_format(self._config),
-                reasoning=reasoning,
+                reasoning=None if state == "ended" else reasoning,
                 tools=self._body.functions,
                 required=self._body.must_call,
                 named=self._body.named_tool,
-                begun=reasoning is not None and answer.prompt_ends_with(reasoning.begin),
+                begun=state == "begun",
             )
         part = reader.take(delta.text or "")
         if delta.finish_reason is not None:

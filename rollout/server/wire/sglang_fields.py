@@ -31,7 +31,7 @@ REFUSED: dict[str, Refusal] = {
     "background": Refusal("an answer is read by who asked for it"),
     "custom_logit_processor": Refusal(_PROCESSOR),
     "max_thinking_tokens": Refusal("thinking isn't counted: send max_new_tokens"),
-    "require_reasoning": Refusal("grammars hold from the first token here"),
+    "require_reasoning": Refusal("the server's --reasoning-parser says that grammars hold after the reasoning"),
     "sampling_logprobs_mode": Refusal("send top_logprobs_num for the logprobs of others", ("selected",)),
     "session_params": Refusal("a prompt is sent whole; X-Session-ID keeps a dialogue at its engine"),
     "watermark": Refusal(_WATERMARK),

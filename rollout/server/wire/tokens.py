@@ -62,6 +62,7 @@ class GenerateRequest(GenerationBody):
     output_mode: OutputMode = "tokens"
     features: MultiModalFeatures | None = None
     content_parts: list[dict[str, Any]] | None = None
+    reasoning_ended: bool | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -93,6 +94,11 @@ class GenerateRequest(GenerationBody):
     def wants_text(self) -> bool:
         """Whether the answer has text."""
         return self.output_mode == "text"
+
+    @property
+    def ended_reasoning(self) -> bool | None:
+        """Whether the prompt has the answer's reasoning behind it."""
+        return self.reasoning_ended
 
     def check(self) -> None:
         """As the base class; also for media, which have a form of their own here."""
