@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model test test-all lint constraints compatibility demo clean
+.PHONY: help setup model test test-all lint constraints compatibility flags demo clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
@@ -36,6 +36,9 @@ constraints: $(STAMP)  ## pin what is installed in .venv as the versions that CI
 
 compatibility: $(STAMP)  ## write docs/compatibility.md from the code
 	PYTHONPATH=. $(BIN)/python .ci/compatibility.py > docs/compatibility.new && mv docs/compatibility.new docs/compatibility.md
+
+flags: $(STAMP)  ## write docs/flags.md from the code
+	PYTHONPATH=. $(BIN)/python .ci/flags.py > docs/flags.new && mv docs/flags.new docs/flags.md
 
 demo: model  ## train a real language model by asynchronous GRPO against a live server; results in demo-output/
 	$(BIN)/rollout demo

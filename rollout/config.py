@@ -38,10 +38,12 @@ class EngineConfig:
     model: str = flag(
         "", "Serve this: a transformers folder (safetensors), a .gguf file, or a hub id where there is a network."
     )
-    dtype: Dtype = flag("auto", "Compute in this dtype. auto: the checkpoint's; float32 on a CPU that is slow in bf16.")
+    dtype: Dtype = flag(
+        "auto", "Compute in this dtype. auto: the checkpoint's, or float32 on a CPU that is slow in bf16."
+    )
     device: Device = flag("auto", "Compute on this device. auto: cuda where there is one.")
     load_format: Literal["auto", "dummy"] = flag("auto", "Load MODEL's weights, or draw random ones (dummy).")
-    seed: int | None = flag(None, "Draw seeds (and dummy weights) from this. Default: entropy.")
+    seed: int | None = flag(None, "Seed the sampling (and dummy weights) with this. Default: a random seed.")
     max_model_len: int | None = flag(
         None, "Allow this many tokens of prompt and output together. Default: the model's own limit."
     )
@@ -60,13 +62,15 @@ class EngineConfig:
         "fcfs", "Order requests by arrival (fcfs), or by priority (lower values first, then arrival)."
     )
     kv_policy: KVPolicy | None = flag(
-        None, "Say what a commit does to the cache of running requests. Default: keep; recompute if --batch-invariant."
+        None,
+        "When weights change, keep the cache of running requests, or recompute it under the new ones. Default: keep; "
+        "recompute with --batch-invariant.",
     )
-    batch_invariant: bool = flag(False, "Give a request the same bits in any company; checked at start.")
+    batch_invariant: bool = flag(False, "Give a request the same bits whatever else is in its batch; proved at start.")
     weight_staging: WeightStaging = flag(
         "full",
-        "Receive weights into a second copy, on the device (full) or in pinned host memory (host), or into the live "
-        "one, paused (in_place).",
+        "Receive weights into a second copy on the device (full) or in pinned host memory (host), or into the live "
+        "weights while generation is paused (in_place).",
     )
     allow_partial_updates: bool = flag(False, "Accept updates that name only a subset of the parameters.")
     weight_update_timeout_s: float = flag(300.0, "Wait at most this many seconds for any one step of a weight update.")
@@ -74,13 +78,15 @@ class EngineConfig:
         None, "Keep a copy of the last committed weights in this folder; an engine that is restarted goes on from it."
     )
     logprobs_mode: LogprobsMode = flag(
-        "raw_logprobs", "Report logprobs from before any filter, or those of the sampled distribution."
+        "raw_logprobs",
+        "Report the model's logprobs before any filter (raw_logprobs), or those of the distribution that is sampled "
+        "(processed_logprobs).",
     )
-    max_logprobs: int = flag(20, "Let a request ask for `logprobs` up to this.")
+    max_logprobs: int = flag(20, "Let a request ask for at most this many `logprobs` a token.")
     enable_return_routed_experts: bool = flag(False, "Add routed_experts to the answers of a mixture-of-experts model.")
     attention_backend: AttentionBackendName = flag(
         "auto",
-        "Compute attention by this. auto: native (compiled once) or torch on a CPU, triton on CUDA.",
+        "Compute attention with this backend. auto: native (compiled once) or torch on a CPU, triton on CUDA.",
     )
     tensor_parallel_size: int = flag(1, "Split every layer of one engine's model over this many devices.")
     async_scheduling: bool | None = flag(
@@ -88,9 +94,9 @@ class EngineConfig:
     )
     enforce_eager: bool = flag(False, "Never capture CUDA graphs.")
     enable_sleep_mode: bool = flag(
-        False, "Serve /sleep and /wake_up: the memory of weights and KV cache goes to a trainer meanwhile."
+        False, "Serve /sleep and /wake_up, which lend the memory of weights and KV cache to a trainer."
     )
-    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Log what is at least this serious.")
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "Log messages of this level and above.")
     log_format: Literal["text", "json"] = flag("text", "Log to stderr as text, or as json, one object a line.")
     num_threads: int | None = flag(None, "Compute with this many CPU threads. Default: torch's.")
 
@@ -141,9 +147,9 @@ class ServerConfig:
     enable_scale_out: bool = flag(False, "Register /inference/v1/generate and its companions.")
     tokenizer: str | None = flag(None, "Load the tokenizer of this folder or hub id. Default: MODEL's.")
     chat_template: str | None = flag(None, "Render chats by this file, or this Jinja text. Default: the tokenizer's.")
-    enable_auto_tool_choice: bool = flag(False, "Read tool calls from the text of chats, by --tool-call-parser.")
-    tool_call_parser: ToolCallParser | None = flag(None, "Read tool calls as models write them that have this name.")
-    reasoning_parser: ReasoningParser | None = flag(None, "Read reasoning as models write it that have this name.")
+    enable_auto_tool_choice: bool = flag(False, "Find tool calls in the text of chats, with --tool-call-parser.")
+    tool_call_parser: ToolCallParser | None = flag(None, "Expect tool calls in the format of these models.")
+    reasoning_parser: ReasoningParser | None = flag(None, "Expect reasoning in the format of these models.")
     tokens_only: bool = flag(False, "Serve token ids only: no tokenizer is loaded; implies --enable-scale-out.")
     skip_tokenizer_init: bool = flag(False, "Load no tokenizer: text and stop strings are refused.")
     return_sampling_mask: bool = flag(False, "Add the support of each sampled distribution to answers.")
@@ -153,13 +159,13 @@ class ServerConfig:
     enable_per_request_metrics: bool = flag(False, "Say in `metrics` of answers with one choice how long they took.")
     pause_generation_aborts: bool = flag(
         True,
-        "End running requests where SGLang's trainers ask for it (/pause_generation, abort_all_requests). Off: they "
-        "go on, while weights come and after.",
+        "End running requests when SGLang's trainers ask for it (/pause_generation, abort_all_requests). When off, "
+        "they go on while weights are pushed.",
     )
     trust_request_chat_template: bool = flag(False, "Accept the `chat_template` of a request.")
     api_key: tuple[str, ...] = flag(
         (),
-        "Require this key, but for probes such as /health; may be repeated. Default: ROLLOUT_API_KEY and VLLM_API_KEY.",
+        "Require this key, but for probes such as /health; may be repeated. Default: $ROLLOUT_API_KEY, $VLLM_API_KEY.",
         secret=True,
     )
     allowed_hosts: tuple[str, ...] = flag(
@@ -172,16 +178,20 @@ class ServerConfig:
         MAX_QUEUED, "Queue at most this many choices beyond --max-num-seqs; a request for more gets a 503."
     )
     max_body_bytes: int = flag(64 << 20, "Answer a request whose body has more bytes with a 413.")
-    receive_timeout_s: float = flag(30.0, "Drop a request whose next bytes take more seconds than this to come.")
+    receive_timeout_s: float = flag(
+        30.0, "Drop a request when more than this many seconds pass between two parts of its body."
+    )
     shutdown_timeout: float = flag(
         0.0, "Let running requests finish for this many seconds after SIGTERM; then they are aborted."
     )
     engine_start_timeout_s: float = flag(600.0, "Wait at most this many seconds for the engine to load the model.")
     engine_stall_timeout_s: float = flag(
-        300.0, "Declare an engine dead that is silent for this many seconds, and then deaf to a probe for as long."
+        300.0,
+        "Declare an engine dead when it has said nothing for this many seconds, and then leaves a probe unanswered for "
+        "as long again.",
     )
     engine_restarts: int = flag(
-        3, "Restart a dead engine at most this often within 10 minutes; beyond that it stays dead."
+        3, "Restart a dead engine at most this many times in 10 minutes; after that it stays dead."
     )
     data_parallel_size: int = flag(
         1, "Run this many engines, each with the whole model; on CUDA, each with devices of its own."
@@ -189,7 +199,8 @@ class ServerConfig:
     data_parallel_backend: DataParallelBackend = flag(
         "mp", "Run engines as processes of this machine (mp), or as actors of a Ray cluster, behind Ray Serve (ray)."
     )
-    uvicorn_log_level: LogLevel = flag("warning", "Log what the HTTP server says from this level on.")
+    enable_log_requests: bool = flag(False, "Log each request as it ends: its id, tokens, seconds, engine and weights.")
+    uvicorn_log_level: LogLevel = flag("warning", "Log messages of the HTTP server (uvicorn) of this level and above.")
 
     def __post_init__(self) -> None:
         if not all(self.api_key):

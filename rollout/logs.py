@@ -9,7 +9,8 @@ from rollout.config import EngineConfig
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, process, logger, message, and the traceback of an exception."""
+    """One JSON object a line: time, level, process, logger, message, what the record gives as `fields`, and the
+    traceback of an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -18,6 +19,7 @@ class JsonFormatter(logging.Formatter):
             "process": record.processName,
             "logger": record.name,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

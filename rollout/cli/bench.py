@@ -143,13 +143,16 @@ def load(
     rounds: Rounds = 5,
     warmup: Annotated[int, typer.Option(min=0, help="Run this many rounds of each load before the measured ones.")] = 1,
     stream: Annotated[
-        bool | None, typer.Option("--stream/--no-stream", help="Ask for answers in this form, whatever the load says.")
+        bool | None, typer.Option("--stream/--no-stream", help="Stream the answers, or don't, whatever the load says.")
     ] = None,
     seed: Seed = 0,
     vocab_size: Vocab = None,
     **other: Any,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Measure throughput and time to first token under the loads of RL: of one server, or of two and their ratio."""
+    """Measure throughput and time to first token under RL's loads.
+
+    Of one server, or of two in turn and the ratio between them.
+    """
     from rollout.bench import report
     from rollout.bench.loads import choose, inspect
     from rollout.bench.measure import compare
@@ -172,7 +175,10 @@ def load(
 def start(
     model: Model, flags: Flags = None, rounds: Rounds = 3, command: Command = None
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Measure the seconds from exec to /health and to the first token, in fresh processes."""
+    """Measure how long a server takes to start.
+
+    The seconds from exec to /health and to the first token, in fresh processes.
+    """
     from rollout.bench.start import measure, table
 
     parts = server_command(model, flags, command)
@@ -190,7 +196,10 @@ def http(
     command: Command = None,
     vocab_size: Vocab = None,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Measure the CPU time a token of the server process at 64 streams, of a bare engine, and of routing."""
+    """Measure what HTTP costs in CPU time a token.
+
+    Of the server process at 64 streams, of a bare engine, and of routing.
+    """
     from rollout.bench import routing
     from rollout.bench.http_cost import LOAD_NAMES, bare_engine, measure, table
     from rollout.bench.loads import LOADS
@@ -217,7 +226,10 @@ def profile(
     ] = 15,
     seed: Seed = 0,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Measure where the time of an engine's step goes: its phases, the model's modules, and torch's operators."""
+    """Measure where the time of an engine's step goes.
+
+    By its phases, the model's modules, and torch's operators.
+    """
     from rollout.bench.bare import engine_config
     from rollout.bench.loads import choose
     from rollout.bench.profile import as_json, measure, tables
@@ -235,7 +247,10 @@ def host(
     ] = None,
     rounds: Rounds = 3,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Measure the CPU time that an engine's step takes of the host, on a device that computes nothing."""
+    """Measure an engine step's CPU time beside a GPU.
+
+    The device computes nothing here, so no GPU is needed.
+    """
     from rollout.bench.host import measure, table
 
     trees = [Path(__file__).parents[2], *(against or ())]
@@ -255,7 +270,10 @@ def gpu(
     ] = None,
     dry: Annotated[bool, typer.Option("--dry", help="Run everything on a CPU with tiny shapes.")] = False,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Try what runs on the CUDA device at hand, and measure decode steps beside its peers', in ten minutes."""
+    """Try all that runs on a CUDA device, in ten minutes.
+
+    Decode steps are measured beside those of its peers.
+    """
     from rollout.bench.gpu import measure, table
 
     with status("each section for at most some minutes"):
@@ -273,7 +291,10 @@ def fidelity(
     max_tokens: Annotated[int, typer.Option(min=1, help="Sample this many tokens of each.")] = 64,
     seed: Seed = 0,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Measure the gap between a server's logprobs and transformers' on tokens of MODEL that it samples unfiltered."""
+    """Measure the gap between a server's logprobs and transformers'.
+
+    The tokens are sampled from MODEL without filters.
+    """
     from rollout.bench.fidelity import REFERENCES, measure, table
     from trainer_bridge.client import RolloutClient
 
@@ -294,7 +315,10 @@ def roofline(
         int | None, typer.Option(min=1, help="Compute with this many threads. Default: torch's.")
     ] = None,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Measure this CPU's memory and arithmetic, and say what they allow for the linear layers of MODEL."""
+    """Measure this CPU's memory bandwidth and arithmetic.
+
+    They bound how fast the linear layers of MODEL can be.
+    """
     import torch
 
     from rollout.bench.roofline import machine, steps, table
@@ -318,7 +342,10 @@ def push(
     prompt_len: Annotated[int, typer.Option(min=1, help="Give each prompt this many tokens.")] = 64,
     seconds: Annotated[float, typer.Option(min=0.1, help="Measure for this many seconds before the push.")] = 5.0,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Measure what a push of weights does to open streams, token gaps and throughput, under either KV policy."""
+    """Measure what a push of weights does to open streams.
+
+    Their throughput, and the gaps between their tokens, under either KV policy.
+    """
     from rollout.bench.push import run, table
     from trainer_bridge.client import RolloutClient
 
@@ -348,7 +375,10 @@ def simulate(
     seed: Seed = 0,
     **values: Any,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Compute throughput, push time and staleness of many engines from the figures of one; nothing is measured."""
+    """Compute from one engine's figures what many would do.
+
+    Their throughput, push time and staleness; nothing is measured.
+    """
     from rollout.bench.simulate import DEFAULT_ENGINES, as_json, remedies, simulate, tables
 
     found = dict(PRESETS[preset])

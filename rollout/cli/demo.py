@@ -14,15 +14,26 @@ from rollout.cli.preflight import check_packages
 
 def demo(
     output: Annotated[
-        Path, typer.Option(help="Folder for reward.png, summary.json, rollouts.jsonl, the server's log and wandb.")
+        Path,
+        typer.Option(
+            help="Write reward.png, summary.json, rollouts.jsonl, server.log and a Weights & Biases run to this folder."
+        ),
     ] = Path("demo-output"),
-    steps: Annotated[int, typer.Option(min=4, help="Optimizer steps, each followed by a push of the weights.")] = 16,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of questions and of the server's sampling.")] = 0,
+    steps: Annotated[
+        int, typer.Option(min=4, help="Take this many optimizer steps, each followed by a push of the weights.")
+    ] = 16,
+    seed: Annotated[int, typer.Option(min=0, help="Seed the order of questions and the sampling with this.")] = 0,
     model: Annotated[
-        Path | None, typer.Option(help="A transformers folder. Default: SmolLM2-135M-Instruct, fetched.")
+        Path | None,
+        typer.Option(
+            help="Train the model of this transformers folder. Default: SmolLM2-135M-Instruct, which is fetched."
+        ),
     ] = None,
 ) -> None:
-    """Train a real language model by asynchronous GRPO against a live server, on the CPU, in minutes."""
+    """Train a language model by GRPO against a live server.
+
+    The model is a real one (SmolLM2, 135 million parameters), the loop is asynchronous, and two CPU cores are enough.
+    """
     fetched = {} if model else {"gguf": "to read the model that is fetched", "accelerate": "likewise"}
     try:
         check_packages("gguf", "wandb", **fetched, matplotlib="to draw reward.png")

@@ -73,7 +73,7 @@ def serve(
 ) -> None:
     """Serve MODEL over HTTP until SIGTERM or Ctrl-C.
 
-    Each flag but --api-key may also be set by an environment variable: --max-num-seqs by ROLLOUT_MAX_NUM_SEQS.
+    Every flag but --api-key can be set in the environment, too: ROLLOUT_PORT=80 is --port 80.
     """
     engine_config, server_config = config_from(EngineConfig, values), config_from(ServerConfig, values)
     try:

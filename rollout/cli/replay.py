@@ -18,20 +18,22 @@ if TYPE_CHECKING:
 def replay(
     file: Annotated[Path, typer.Argument(help="Records as trainer_bridge.loop.records writes them.", metavar="FILE")],
     url: Annotated[
-        str | None, typer.Option(help="A running server. Default: one is started for the time being.")
+        str | None,
+        typer.Option(help="Use the running server at this address. Default: start one, and end it afterwards."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="MODEL of the server that is started. Default: the record's.")
+        str | None, typer.Option(help="Start the server with this model. Default: the one that the record names.")
     ] = None,
     version: Annotated[
-        str | None, typer.Option(help="Label of the recorded weights that are at hand. Default: those of epoch 0.")
+        str | None, typer.Option(help="Replay what the weights of this label sampled. Default: those of epoch 0.")
     ] = None,
     line: Annotated[int | None, typer.Option(min=1, help="Replay this record only, by its number in the file.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="Bearer key of the running server.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Send this bearer key to the running server.")] = None,
 ) -> None:
-    """Sample recorded rollouts again: request, seed and weights give the same tokens and logprob bits.
+    """Sample recorded rollouts again, and compare the bits.
 
-    Exit code 0 if all that could be compared is the same, 1 if something differs, 2 if nothing could be compared.
+    The same request, seed and weights give the same tokens and logprobs. Exit code 0 if all that could be compared is
+    the same, 1 if something differs, 2 if nothing could be compared.
     """
     from trainer_bridge.loop import records
 

@@ -35,19 +35,24 @@ class VerifyError(Exception):
 
 
 def verify(
-    url: Annotated[str, typer.Option(help="The server.")],
-    model: Annotated[str, typer.Option(help="The trainer's weights: a transformers folder, or a hub id.")],
+    url: Annotated[str, typer.Option(help="Verify the server at this address.")],
+    model: Annotated[str, typer.Option(help="Load the trainer's weights from this transformers folder or hub id.")],
     requests: Annotated[
-        int, typer.Option(min=1, help="Requests, all posted at once; every third asks for n = 4.")
+        int, typer.Option(min=1, help="Send this many requests, all at once; every third asks for n = 4.")
     ] = 16,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens to sample for each choice.")] = 64,
-    dtype: Annotated[str | None, typer.Option(help="Of the trainer's module. Default: what the server states.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts (random token ids) and of the sampling.")] = 0,
-    api_key: Annotated[str | None, typer.Option(help="Bearer key of the server.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Sample this many tokens for each choice.")] = 64,
+    dtype: Annotated[
+        str | None, typer.Option(help="Compute the trainer's forward pass in this dtype. Default: the server's.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed the prompts (random token ids) and the sampling with this.")
+    ] = 0,
+    api_key: Annotated[str | None, typer.Option(help="Send this bearer key to the server.")] = None,
 ) -> None:
-    """Sample from a server, score the tokens again by a trainer's forward pass, and report the bits that differ.
+    """Compare a server's logprobs with a trainer's, bit by bit.
 
-    Exit code 0 if none does, 1 if some do, 2 if it can't be told.
+    Samples from the server, and scores the tokens again by the trainer's forward pass. Exit code 0 if no bit differs, 1
+    if some do, 2 if it can't be told.
     """
     from trainer_bridge.client import RolloutClient, RolloutError
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from array import array
 from collections.abc import Iterable
 from itertools import groupby
@@ -20,6 +21,8 @@ from rollout.server.latency import RequestClock, RequestTiming
 from rollout.server.live import ShownAnswer
 from rollout.server.text.detokenizer import TextReader, Vocabulary
 from rollout.server.wire.answer import Answer, Delta
+
+logger = logging.getLogger(__name__)
 
 Stamp = tuple[str, int, KVState]
 
@@ -187,6 +190,27 @@ class Generation(Answer):
         self._stream.__exit__(kind, error, traceback)
         if self.completion_tokens:
             self._clock.end(self._stream.client.rank, self.prompt_tokens, self.completion_tokens, self.n)
+        if self._server.config.enable_log_requests:
+            self._log()
+
+    def _log(self) -> None:
+        assert self._stream is not None
+        told = {
+            "request_id": self.request_id,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "choices": self.n,
+            "choices_ended": sum(choice.ended for choice in self._choices),
+            "seconds": round(self._clock.seconds, 3),
+            "engine": self._stream.client.rank,
+            "weight_version": self.weight_version,
+        }
+        logger.info(
+            "request %(request_id)r: %(prompt_tokens)d prompt tokens, %(completion_tokens)d sampled, %(choices_ended)d "
+            "of %(choices)d choices ended, %(seconds).3f s, engine %(engine)d, weights %(weight_version)r",
+            told,
+            extra={"fields": told},
+        )
 
     def timing(self) -> RequestTiming | None:
         """How long the one choice took."""

@@ -87,6 +87,11 @@ class RequestClock:
         self._first = 0.0
         self._waited = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._began
+
     def read(self, rank: int, outputs: Sequence[TokenOutput]) -> None:
         """Note the times of these outputs of engine `rank`, which have just come. Tokens of a choice that come together
         share the time since the one before them; those that come with the first one have none."""
@@ -118,6 +123,6 @@ class RequestClock:
 
     def end(self, rank: int, prompt_tokens: int, completion_tokens: int, n: int) -> None:
         """Note that the request has ended, with so many tokens."""
-        self._histograms.observe(WHOLE, rank, time.monotonic() - self._began)
+        self._histograms.observe(WHOLE, rank, self.seconds)
         for name, count in ((PROMPT, prompt_tokens), (GENERATED, completion_tokens), (CHOICES, n)):
             self._histograms.observe(name, rank, count)

@@ -57,6 +57,31 @@ def test_help_cuts_no_name_at_80_columns() -> None:
     assert max(map(len, shown.splitlines())) <= 80
 
 
+@pytest.mark.parametrize("command", [[], ["bench"], ["demo"], ["verify"], ["replay"], ["bench", "load"]])
+def test_help_cuts_no_sentence_at_80_columns(command: list[str]) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "rollout.cli", *command, "-h"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "COLUMNS": "80"},
+    )
+    usage, *lines = ran.stdout.splitlines()
+    assert usage.startswith("Usage: ")
+    assert [line for line in lines if "…" in line or line.endswith("...")] == []
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_shell_completes_flags() -> None:
+    asked = {"_ROLLOUT_COMPLETE": "complete_bash", "COMP_WORDS": "rollout serve --max-model", "COMP_CWORD": "2"}
+    code = "import sys; sys.argv[0] = 'rollout'; from rollout.cli.main import main; main()"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ, **asked}
+    )
+    assert ran.stdout.split() == ["--max-model-len"]
+
+
 def test_windows_is_told_of_wsl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "win32")
     with pytest.raises(SystemExit, match="WSL 2"):
@@ -216,11 +241,12 @@ def test_the_log_is_json_where_that_is_asked_for(capsys: pytest.CaptureFixture[s
         try:
             raise ValueError("no")
         except ValueError:
-            logger.exception("it %s", "failed")
+            logger.exception("it %s", "failed", extra={"fields": {"engine": 3}})
     finally:
         logging.root.handlers, logging.root.level = before
     (line,) = map(json.loads, capsys.readouterr().err.splitlines())
     assert (line["level"], line["logger"], line["message"]) == ("error", "some.module", "it failed")
+    assert line["engine"] == 3
     assert line["exception"].endswith("ValueError: no")
 
 
@@ -250,14 +276,14 @@ def test_flags_with_suffixes_reach_the_configuration(served: list[Any], model: P
 
 
 def test_a_command_line_of_vllms(served: list[Any], model: Path) -> None:
-    line = ["--model", model, "--max_model_len", 64, "-tp", 1, "--disable-log-requests", "--no-enable-log-requests"]
+    line = ["--model", model, "--max_model_len", 64, "-tp", 1, "--disable-log-requests", "--disable-log-stats"]
     line += ["--swap-space", 4, "--generation-config=vllm", "-O3", "--compilation-config.mode", 3, "--port", 9]
     answer = invoke("serve", *line)
     assert answer.exit_code == 0, answer.output
     engine, server = served
     assert (engine.model, engine.max_model_len, server.port) == (str(model), 64, 9)
     told = [told for told in answer.output.splitlines() if "is ignored" in told]
-    flags = ["--disable-log-requests", "--no-enable-log-requests", "--swap-space", "--generation-config"]
+    flags = ["--disable-log-requests", "--disable-log-stats", "--swap-space", "--generation-config"]
     assert [told.split()[2] for told in told] == [*flags, "--optimization-level", "--compilation-config"]
 
 

@@ -81,6 +81,30 @@ def test_texts_are_shown_only_where_a_flag_says_so() -> None:
         assert [span["text"] for span in answered["answer"]] == ["BC", "D", "EFG"]
 
 
+def test_requests_are_logged_where_a_flag_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "rollout.server.generation")
+    with text_server.text_server(enable_log_requests=True) as server:
+        generate(server)
+        body = {
+            "token_ids": [fake_engine.RELABEL, 65],
+            "request_id": "two\nlines",
+            "sampling_params": {"max_tokens": 600},
+        }
+        with httpx.stream("POST", f"{server.url}/inference/v1/generate", json={**body, "stream": True}) as left:
+            next(left.iter_lines())
+        eventually(lambda: len(caplog.records) == 2)
+    first, second = (record.__dict__["fields"] for record in caplog.records)
+    told = {name: first[name] for name in ("prompt_tokens", "completion_tokens", "choices", "choices_ended", "engine")}
+    assert told == {"prompt_tokens": 2, "completion_tokens": 6, "choices": 1, "choices_ended": 1, "engine": 0}
+    assert first["weight_version"] == "v8"
+    assert "2 prompt tokens, 6 sampled, 1 of 1 choices ended" in caplog.messages[0]
+    assert second["request_id"].endswith("two\nlines")
+    assert "\n" not in caplog.messages[1]
+    with text_server.text_server() as server:
+        generate(server)
+    assert len(caplog.records) == 2
+
+
 def test_pages_are_behind_the_key_which_a_browser_sends_as_a_password() -> None:
     with text_server.text_server(api_key=("secret",)) as server:
         for path in sorted(PAGES - {"/live"}):
