@@ -166,10 +166,12 @@ def measure(
         if not (tree / "rollout").is_dir():
             raise ValueError(f"{tree} holds no folder `rollout`: give the root of a source tree")
     found: list[dict[str, list[float]]] = [defaultdict(list) for _ in trees]
-    command = [sys.executable, "-P", __file__, json.dumps([asdict(load) for load in loads])]
+    asked = [{name: value for name, value in asdict(load).items() if value is not None} for load in loads]
     for number in range(rounds):
         order = list(zip(trees, found, strict=True))
         for tree, its in order if number % 2 == 0 else reversed(order):
+            own = tree / "rollout/bench/host.py"  # what a tree measures by is made for its engine
+            command = [sys.executable, "-P", str(own if own.exists() else __file__), json.dumps(asked)]
             ran = subprocess.run(
                 command, env={**os.environ, "PYTHONPATH": str(tree)}, capture_output=True, text=True, timeout=TIMEOUT_S
             )

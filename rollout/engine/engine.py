@@ -253,12 +253,17 @@ class Engine:
         self._keep_pace(flight.batch)
         landed = []
         for sequence, output in zip(flight.sequences, flight.outputs, strict=True):
+            request = sequence.request
             sequence.in_flight -= 1
-            if sequence.request.sequences.get(sequence.index) is not sequence:
+            if request.sequences.get(sequence.index) is not sequence:
                 continue
-            if not sequence.request.prompt_is_finite:
+            if not request.prompt_is_finite:
                 end_without_token(output, NOT_FINITE)
-            self._stop(sequence, output)
+            if output.token_id is None:
+                self._break_off(sequence, output)
+            elif ended := sequence.append(output.token_id, output.epoch):
+                output.finish_reason, output.stop_reason = ended
+                self._end(sequence, ended[0])
             landed.append(output)
         self.scheduler.counters["sampled_tokens"] += sum([output.token_id is not None for output in landed])
         return landed
@@ -376,17 +381,11 @@ class Engine:
         request.prompt_is_finite &= None not in found
         request.prompt_logprobs += found
 
-    def _stop(self, sequence: Sequence, output: TokenOutput) -> None:
-        """Append the token that was sampled, and end the sequence if it must, or if there was none to sample."""
-        if output.token_id is None:
-            assert output.finish_reason is not None
-            self._warn_once_an_epoch(f"a choice of request {output.request_id} ends: {output.stop_reason}")
-            self._end(sequence, output.finish_reason)
-            return
-        ended = sequence.append(output.token_id, output.epoch)
-        if ended:
-            output.finish_reason, output.stop_reason = ended
-            self._end(sequence, ended[0])
+    def _break_off(self, sequence: Sequence, output: TokenOutput) -> None:
+        """End a sequence that has no token to sample."""
+        assert output.finish_reason is not None
+        self._warn_once_an_epoch(f"a choice of request {output.request_id} ends: {output.stop_reason}")
+        self._end(sequence, output.finish_reason)
 
     def _warn_once_an_epoch(self, message: str) -> None:
         if self._warned_epoch != self.store.epoch:

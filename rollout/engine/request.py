@@ -80,8 +80,8 @@ class Sequence:
     prompt. `seat` is its row of the scheduler's tables while it runs. `tokens_of` counts the tokens that each weight
     epoch sampled. `prefill_len` is how many tokens it had when it was admitted last. The routing of the first
     `num_routed` tokens has been delivered. `in_flight` tokens were drawn that the host hasn't read, the last of them in
-    place `drawn_at` of its step. `row` is what the sampler keeps of it. `order` is its place in the
-    scheduler's lists.
+    place `drawn_at` of its step. `row` is what the sampler keeps of it, `decode` what steps hold of it while it
+    decodes. `order` is its place in the scheduler's lists.
     """
 
     request: Request
@@ -102,6 +102,7 @@ class Sequence:
     siblings: list[Sequence] = field(default_factory=list)
     leader: Sequence | None = None
     order: tuple[int, int, int] = (0, 0, 0)
+    decode: ScheduledSequence | None = None
     prompt_len: int = field(init=False)
     row: SamplingRow = field(init=False)
 
@@ -140,7 +141,10 @@ class Sequence:
             self.token_ids = self.token_ids.copy()
         self.token_ids.append(token_id)
         self.tokens_of[epoch] += 1
-        self.row.append(token_id)
+        if (row := self.row).learns:
+            row.append(token_id)
+        else:
+            row.position += 1
         output_len = len(self.token_ids) - self.prompt_len
         if token_id in request.stop_reasons and output_len >= request.params.min_tokens:
             return FinishReason.STOP, request.stop_reasons[token_id]
@@ -148,3 +152,20 @@ class Sequence:
 
     def __repr__(self) -> str:
         return f"Sequence({self.request.request_id}/{self.index}/{self.num_computed} of {len(self.token_ids)})"
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """Compute `count` tokens of the sequence, from `start` on.
+
+    `samples` lists the sequences that sample a token from the last one's logits: the sequence itself, and on the last
+    chunk of a prompt those that fork from it. `num_head_rows`: how many of its last rows need logits, which is all of
+    them where `wants_prompt_rows` says that prompt logprobs do.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    wants_prompt_rows: bool
+    num_head_rows: int
+    samples: list[Sequence] = field(default_factory=list)

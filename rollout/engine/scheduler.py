@@ -21,25 +21,8 @@ import numpy as np
 
 from rollout.config import KVPolicy
 from rollout.engine.kv_cache import KVCache
-from rollout.engine.request import PromptKey, Request, Sequence
+from rollout.engine.request import PromptKey, Request, ScheduledSequence, Sequence
 from rollout.messages import LATENCY_BUCKETS
-
-
-@dataclass(slots=True)
-class ScheduledSequence:
-    """Compute `count` tokens of the sequence, from `start` on.
-
-    `samples` lists the sequences that sample a token from the last one's logits: the sequence itself, and on the last
-    chunk of a prompt those that fork from it. `num_head_rows`: how many of its last rows need logits, which is all of
-    them where `wants_prompt_rows` says that prompt logprobs do.
-    """
-
-    sequence: Sequence
-    start: int
-    count: int
-    wants_prompt_rows: bool
-    num_head_rows: int
-    samples: list[Sequence] = field(default_factory=list)
 
 
 @dataclass
@@ -117,7 +100,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a finished or aborted sequence and give back its blocks. A leader's siblings find a new leader."""
-        request = sequence.request
+        request, sequence.decode = sequence.request, None
         del request.sequences[sequence.index]
         if not request.sequences:
             del self.requests[request.request_id]
@@ -191,7 +174,7 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: SchedulerOutput) -> None:
-        index, block_size = 0, self.kv.block_size
+        index, block_size, scheduled = 0, self.kv.block_size, step.scheduled
         while index < len(self.running):
             sequence = self.running[index]
             if sequence.in_flight and sequence.output_len + sequence.in_flight >= sequence.request.max_tokens:
@@ -203,7 +186,10 @@ class Scheduler:
             if start + count > len(sequence.block_table) * block_size and not self._make_room(sequence, count):
                 return  # it was the last one, and went itself
             if decodes and start >= sequence.prompt_len:
-                step.scheduled.append(ScheduledSequence(sequence, start, 1, False, 1, [sequence]))
+                if (item := sequence.decode) is None:
+                    item = sequence.decode = ScheduledSequence(sequence, start, 1, False, 1, [sequence])
+                item.start = start  # the one object for all its decodes: only this ever changes
+                scheduled.append(item)
             elif count:
                 self._append(step, sequence, count, reserved=decodes)
             index += 1

@@ -124,10 +124,13 @@ class SamplingRow:
     `seed` and `index` (which of the request's n choices) name the row's noise, `position` (how many tokens the output
     has) the draw. `banned` are arrays of ids that may not come next: EOS and stop tokens before `min_tokens`, and what
     would complete a bad word. `grammar` is where the choice is in its grammar. `append` tells it each token of the
-    output; it costs the same for any length of prompt and output.
+    output; it costs the same for any length of prompt and output. Where nothing of it `learns` from tokens, all that
+    `append` does is count one more `position`.
     """
 
-    __slots__ = ("_counts", "_grammar", "_matching", "banned", "filters", "index", "position", "request_id", "seed")
+    __slots__ = (
+        *("_counts", "_grammar", "_matching", "banned", "filters", "index", "learns", "position", "request_id", "seed"),
+    )
 
     def __init__(
         self,
@@ -140,6 +143,7 @@ class SamplingRow:
     ) -> None:
         self.filters, self.seed, self.index, self.request_id = filters, seed, index, request_id
         self.position = 0
+        self.learns = filters.penalizes or filters.bans or filters.grammar is not None
         self._matching = [filters.bad_words]
         self._counts: TokenCounts | None = None
         self._grammar: GrammarState | None = None
