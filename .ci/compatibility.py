@@ -53,7 +53,8 @@ def _row(*cells: str) -> str:
 
 def _endpoints() -> Iterator[str]:
     options: dict[str, Any] = {"enable_scale_out": True, "skip_tokenizer_init": True}
-    full = create_app(Fleet(EngineConfig()), EngineConfig(enable_sleep_mode=True), ServerConfig(**options)).openapi()
+    all_on = EngineConfig(enable_sleep_mode=True, enable_lora=True)
+    full = create_app(Fleet(EngineConfig()), all_on, ServerConfig(**options)).openapi()
     yield "\n## Endpoints\n\nServed, with what each does:\n"
     yield _row("path", "")
     yield _row("---", "---")

@@ -92,6 +92,10 @@ class EngineConfig:
     async_scheduling: bool | None = flag(
         None, "Launch a step before the tokens of the one before it are read. Default: on CUDA, with one device."
     )
+    enable_lora: bool = flag(False, "Serve LoRA adapters, loaded by /v1/load_lora_adapter or --lora-modules.")
+    max_loras: int = flag(16, "Run at most this many adapters in one step.")
+    max_cpu_loras: int = flag(32, "Keep at most this many versions of adapters loaded; the oldest unused one goes.")
+    max_lora_rank: int = flag(256, "Refuse adapters of a higher rank.")
     enforce_eager: bool = flag(False, "Never capture CUDA graphs.")
     enable_sleep_mode: bool = flag(
         False, "Serve /sleep and /wake_up, which lend the memory of weights and KV cache to a trainer."
@@ -106,7 +110,10 @@ class EngineConfig:
         return self.kv_policy or ("recompute" if self.batch_invariant else "keep")
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size"):
+        for name in (
+            *("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size"),
+            *("max_loras", "max_cpu_loras", "max_lora_rank"),
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("max_model_len", "kv_cache_memory_bytes", "num_gpu_blocks_override", "num_threads"):
@@ -132,6 +139,7 @@ class EngineConfig:
             ("weight_staging in_place", self.weight_staging == "in_place", "a rank could be left half written"),
             ("keep_weight_snapshot", self.keep_weight_snapshot is not None, "a rank holds no whole parameters"),
             ("enable_sleep_mode", self.enable_sleep_mode, "its other ranks would stay awake"),
+            ("enable_lora", self.enable_lora, "an adapter isn't cut like the layers that it adapts"),
         ):
             if given and self.tensor_parallel_size > 1:
                 raise ValueError(f"{flag} can't be had with tensor_parallel_size {self.tensor_parallel_size}: {why}")
@@ -161,6 +169,9 @@ class ServerConfig:
         True,
         "End running requests when SGLang's trainers ask for it (/pause_generation, abort_all_requests). When off, "
         "they go on while weights are pushed.",
+    )
+    lora_modules: tuple[str, ...] = flag(
+        (), "With --enable-lora, load this adapter at start: name=path, of a folder of PEFT's; may be repeated."
     )
     trust_request_chat_template: bool = flag(False, "Accept the `chat_template` of a request.")
     api_key: tuple[str, ...] = flag(
@@ -210,6 +221,9 @@ class ServerConfig:
             raise ValueError(f"chat_template must be a file or a Jinja text, got {template!r}: there is no such file")
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("enable_auto_tool_choice needs a tool_call_parser: how does this model write tool calls?")
+        for module in self.lora_modules:
+            if not all(module.partition("=")):
+                raise ValueError(f"lora_modules must be name=path, got {module!r}")
         if self.max_queued_requests < 0:
             raise ValueError(f"max_queued_requests must be at least 0, got {self.max_queued_requests}")
         if self.data_parallel_size < 1:

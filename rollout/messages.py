@@ -28,6 +28,7 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True):
     sends it where the one before went. `grammar` is what `sampling_params.structured_outputs` ask for, as
     `sampling.grammar.as_grammar` has it, in the tokens of `tokenizer`, a folder or hub id, or the model's own; it holds
     after the `thinking`, where there may be any.
+    `adapter` is the label of a loaded adapter; on its way to the fleet, a name that stands for its newest version.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class AddRequest(msgspec.Struct, tag=True, kw_only=True):
     grammar: str | None = None
     tokenizer: str | None = None
     thinking: Thinking | None = None
+    adapter: str | None = None
 
 
 class AbortRequests(msgspec.Struct, tag=True):

@@ -27,7 +27,6 @@ _SPEED = "how it is computed is chosen by this engine"
 _TRANSPORT = "the trainer's /init_weight_transfer_engine chooses the transport"
 _LOGS = "see --log-level and --uvicorn-log-level"
 _TEXT = "models take and give text alone"
-_LORA = "no adapter is served"
 _PAGES = "see --allowed-hosts for web pages"
 _NODES = "engines on other machines are Ray's: --data-parallel-backend ray"
 _CODE = "no code but this package's own runs in server and engine"
@@ -79,11 +78,8 @@ IGNORED: dict[str, Ignored] = {
     "--language-model-only": _switch(_TEXT),
     "--limit-mm-per-prompt": Ignored(_TEXT),
     "--long-prefill-token-threshold": Ignored(_SPEED),
-    "--max-cpu-loras": Ignored(_LORA),
     "--max-cudagraph-capture-size": Ignored(_SPEED),
     "--max-log-len": Ignored("requests are never logged"),
-    "--max-lora-rank": Ignored(_LORA),
-    "--max-loras": Ignored(_LORA),
     "--max-parallel-loading-workers": Ignored(_SPEED),
     "--max-seq-len-to-capture": Ignored(_SPEED),
     "--mm-processor-cache-gb": Ignored(_TEXT),
@@ -124,7 +120,6 @@ REFUSED: dict[str, str] = {
     "--default-chat-template-kwargs": "send chat_template_kwargs with each request",
     "--disable-sliding-window": _OTHER_MODEL,
     "--ec-transfer-config": _CACHE,
-    "--enable-lora": f"{_LORA}: push whole weights",
     "--enable-prompt-embeds": "a prompt is a text or token ids",
     "--exclude-tools-when-tool-choice-none": "a template is given the tools of the request: leave them out of it",
     "--headless": _NODES,
@@ -133,7 +128,6 @@ REFUSED: dict[str, str] = {
     "--kv-events-config": _CACHE,
     "--kv-transfer-config": _CACHE,
     "--logits-processors": _CODE,
-    "--lora-modules": f"{_LORA}: push whole weights",
     "--middleware": _CODE,
     "--node-rank": _NODES,
     "--nnodes": _NODES,

@@ -76,6 +76,10 @@ def serve(
     Every flag but --api-key can be set in the environment, too: ROLLOUT_PORT=80 is --port 80.
     """
     engine_config, server_config = config_from(EngineConfig, values), config_from(ServerConfig, values)
+    if server_config.lora_modules and not engine_config.enable_lora:
+        raise typer.BadParameter("needs --enable-lora", param_hint="--lora-modules")
+    if engine_config.enable_lora and server_config.data_parallel_backend == "ray":
+        raise typer.BadParameter("an engine on another machine has no copy of them: use mp", param_hint="--enable-lora")
     try:
         check_model(engine_config)
     except ValueError as error:

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from rollout.config import EngineConfig
+from rollout.engine.adapters import Adapters
 from rollout.engine.grammars import GrammarQueue
 from rollout.engine.kv_cache import KVCache
 from rollout.engine.request import Request, Sequence
@@ -116,6 +117,7 @@ class Engine:
             max_head_rows=self.runner.max_head_rows,
             by_priority=config.scheduling_policy == "priority",
         )
+        self.adapters = Adapters(config, self.runner, self.scheduler) if config.enable_lora else None
         self.sleeper = Sleeper(self.runner, self.store, self.scheduler)
         self.sampler = Sampler(config.logprobs_mode, exact=config.batch_invariant)
         on_cuda = self.runner.device.type == "cuda" and self.team is None and self.runner.routing is None
@@ -166,6 +168,7 @@ class Engine:
             eos_token_ids=self._eos,
             return_sampling_mask=message.return_sampling_mask,
             grammar=grammar,
+            adapter=None if self.adapters is None or message.adapter is None else self.adapters[message.adapter],
         )
         self.scheduler.counters["prompt_tokens"] += len(message.prompt_token_ids)
         self.scheduler.add([Sequence(request, index, request.prompt_token_ids) for index in range(params.n)])
@@ -237,6 +240,8 @@ class Engine:
         batch = self.scheduler.schedule()
         if not batch.scheduled:
             return None
+        if self.adapters is not None:
+            self.adapters.begin(batch.scheduled)
         self.steps += 1
         self.step_since = time.monotonic()
         flight = self._sample(batch, self._forward(batch))
@@ -353,15 +358,10 @@ class Engine:
         outputs = []
         for sequence in sequences:
             request = sequence.request
-            output = TokenOutput(
-                request.request_id,
-                sequence.index,
-                epoch=epoch,
-                version=version,
-                kv="mixed" if sequence.kv_epoch is None else "current",
-                cached_tokens=sequence.cached_tokens,
-                waited_s=request.waited_s,
-            )
+            label = version if request.adapter is None else request.adapter.label
+            output = TokenOutput(request.request_id, sequence.index, epoch=epoch, version=label)
+            output.kv = "mixed" if sequence.kv_epoch is None else "current"
+            output.cached_tokens, output.waited_s = sequence.cached_tokens, request.waited_s
             outputs.append(output)
             request.waited_s = None
             wanted = request.params.prompt_logprobs is not None and request.prompt_is_finite

@@ -1,8 +1,9 @@
 """The books of the paged KV cache: which blocks are free, shared, or hold a prefix that may be used again.
 
-No tensor is touched here. The prefix cache is a trie whose roots are (weight epoch, salt): keys and values that older
-weights computed are never found. A node's children are looked up by the exact tokens of the next block, so that no hash
-can collide. A block that no sequence holds stays findable until its memory is needed (least recently freed first).
+No tensor is touched here. The prefix cache is a trie whose roots are (weight epoch, (salt, adapter)): keys and values
+that older weights or another adapter computed are never found. A node's children are looked up by the exact tokens of
+the next block, so that no hash can collide. A block that no sequence holds stays findable until its memory is needed
+(least recently freed first).
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from rollout.engine.request import PromptKey, Sequence
+from rollout.engine.request import CacheKey, PromptKey, Sequence
 
-Node = int | tuple[int, str | None]
-"""A number, or the root (weight epoch, salt)."""
+Node = int | tuple[int, CacheKey]
+"""A number, or the root (weight epoch, (salt, adapter))."""
 Edge = tuple[Node, tuple[int, ...]]
 """A node of the trie and the tokens of the block that follows it."""
 
@@ -90,7 +91,7 @@ class KVCache:
         found: list[CachedBlock] = []
         if not self.enable_prefix_caching or sequence.request.needs_every_prompt_row:
             return found, None
-        node: Node = (epoch, sequence.request.cache_salt)
+        node: Node = (epoch, sequence.request.cache_key)
         for index in range((len(sequence.token_ids) - 1) // self.block_size):
             edge = (node, self._tokens(sequence, index))
             cached = self._children.get(edge)
@@ -107,7 +108,7 @@ class KVCache:
             return None
         if (index + 1) * self.block_size > len(sequence.token_ids):
             return None
-        return sequence.prefix_node or (epoch, sequence.request.cache_salt), self._tokens(sequence, index)
+        return sequence.prefix_node or (epoch, sequence.request.cache_key), self._tokens(sequence, index)
 
     def prompt_key(self, sequence: Sequence) -> PromptKey | None:
         """Equal for sequences that may sample from one row of logits; None where this one computes its own."""
@@ -120,7 +121,7 @@ class KVCache:
         """Enter the sequence's full computed blocks of known tokens, if this epoch's weights computed all of them."""
         if not self.enable_prefix_caching or sequence.kv_epoch != epoch:
             return
-        node: Node = sequence.prefix_node or (epoch, sequence.request.cache_salt)
+        node: Node = sequence.prefix_node or (epoch, sequence.request.cache_key)
         known = min(sequence.num_computed, len(sequence.token_ids))
         for index in range(sequence.num_registered, known // self.block_size):
             edge = (node, self._tokens(sequence, index))

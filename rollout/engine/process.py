@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from rollout import logs
 from rollout.config import EngineConfig
+from rollout.engine.adapters import without_adapter
 from rollout.engine.engine import Engine
 from rollout.messages import (
     AbortRequests,
@@ -183,17 +184,22 @@ class EngineProcess:
     def _handle(self, message: ToEngine) -> None:
         match message:
             case AddRequest():
-                self.engine.add_request(message)
+                known = self.engine.adapters
+                if message.adapter is None or (known is not None and message.adapter in known):
+                    self.engine.add_request(message)
+                else:
+                    self._emit(without_adapter(message))
             case AbortRequests():
                 self._emit(self.engine.abort(message))
             case Call():
                 self._call(message)
 
     def _call(self, call: Call) -> None:
-        if call.method in self.engine.weights.methods:
-            future = self.engine.weights.call(call.method, call.params)
-            future.add_done_callback(lambda done: self._answer(call.call_id, done))
-            return
+        for calls in (self.engine.weights, self.engine.adapters):
+            if calls is not None and call.method in calls.methods:
+                future = calls.call(call.method, call.params)
+                future.add_done_callback(lambda done: self._answer(call.call_id, done))
+                return
         handler: Callable[[Call], dict[str, Any] | None] | None = getattr(self, f"_call_{call.method}", None)
         if handler is None:
             error = CallError(400, f"the engine has no method {call.method!r}")

@@ -8,13 +8,16 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from rollout.lora.layers import Adapter
 from rollout.outputs import FinishReason, TokenLogprob
 from rollout.sampling.grammar import Grammar
 from rollout.sampling.params import SamplingParams
 from rollout.sampling.rows import RequestFilters, SamplingRow
 
-PromptKey = tuple[str | None, bytes]
-"""A salt and a whole prompt."""
+CacheKey = tuple[str | None, str | None]
+"""A salt, and the label of an adapter: what shares keys and values has both alike."""
+PromptKey = tuple[CacheKey, bytes]
+"""That, and a whole prompt."""
 
 
 @dataclass(eq=False)
@@ -38,6 +41,7 @@ class Request:
     eos_token_ids: list[int] = field(default_factory=list)
     return_sampling_mask: bool = False
     grammar: Grammar | None = None
+    adapter: Adapter | None = None
     prompt_logprobs: list[list[TokenLogprob] | None] = field(default_factory=lambda: [None])
     prompt_logprobs_delivered: bool = False
     prompt_is_finite: bool = True
@@ -65,9 +69,13 @@ class Request:
         return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     @cached_property
+    def cache_key(self) -> CacheKey:
+        return self.cache_salt, None if self.adapter is None else self.adapter.label
+
+    @cached_property
     def prompt_key(self) -> PromptKey:
-        """Equal for requests of one prompt and salt. As bytes, whose hash is kept and whose comparison is quick."""
-        return self.cache_salt, array("q", self.prompt_token_ids).tobytes()
+        """Equal for requests of one prompt, salt and adapter. As bytes, quick to hash and to compare."""
+        return self.cache_key, array("q", self.prompt_token_ids).tobytes()
 
 
 @dataclass(eq=False, slots=True)
@@ -91,7 +99,7 @@ class Sequence:
     num_computed: int = 0
     prefill_len: int = 0
     kv_epoch: int | None = None
-    prefix_node: int | tuple[int, str | None] | None = None
+    prefix_node: int | tuple[int, CacheKey] | None = None
     num_registered: int = 0
     cached_tokens: int = 0
     num_routed: int = 0

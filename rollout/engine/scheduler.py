@@ -51,6 +51,7 @@ class Scheduler:
     `requests` are those with unfinished sequences, by id. `seconds_per_token` is what a token has cost in the last
     step with a prefill: no more of prefills is put into a step than takes STEP_SECONDS, so that those that decode get
     their next tokens soon on a slow machine too (ALONE_SECONDS where none does). Where nothing is measured it is 0.
+    `max_loras` is how many adapters one step may run on.
     `tables` (max_num_seqs, width) int32 holds the block table of each running sequence, in the row of its `seat`,
     filled up with 0: what a device reads, changed by what changes.
     """
@@ -68,6 +69,7 @@ class Scheduler:
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.max_head_rows, self.by_priority = max(max_head_rows, max_num_seqs), by_priority
         self.seconds_per_token = 0.0
+        self.max_loras = max_num_seqs
         self.requests: dict[str, Request] = {}
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -213,6 +215,7 @@ class Scheduler:
         if not self.waiting:
             return twins
         prompts = {self.kv.prompt_key(s) for s in self.running}
+        adapters = {s.request.adapter for s in self.running} - {None}
         coming = {self.kv.coming_edge(s, self.epoch) for s in self.running if s.num_to_compute > 0}
         for sequence in list(self.waiting):
             if len(self.running) >= self.max_num_seqs:
@@ -223,6 +226,9 @@ class Scheduler:
                 continue
             if self._prefill_budget < 1:
                 break
+            adapter = sequence.request.adapter
+            if adapter is not None and adapter not in adapters and len(adapters) >= self.max_loras:
+                continue  # until one of those that run has ended
             matched, edge = self.kv.match(sequence, self.epoch)
             if edge is not None and edge in coming:
                 continue  # another sequence computes this prefix right now: share it when it is there
@@ -249,6 +255,8 @@ class Scheduler:
             self._append(step, sequence, count, reserved=False)
             coming.add(self.kv.coming_edge(sequence, self.epoch))
             prompts.add(prompt)
+            if adapter is not None:
+                adapters.add(adapter)
         return twins
 
     def _note_wait(self, request: Request) -> None:

@@ -149,6 +149,11 @@ class EngineClient:
         """How many choices run or wait."""
         return sum(stream.num_open for stream in self._streams.values())
 
+    @property
+    def adapters(self) -> set[str | None]:
+        """The labels of those that requests in flight run on."""
+        return {stream.request.adapter for stream in self._streams.values()}
+
     def submit(self, stream: RequestStream) -> None:
         """Send the stream's request, which begins with this. Raises EngineError where the engine can't serve it.
 

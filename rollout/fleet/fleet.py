@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from rollout.config import MAX_QUEUED, EngineConfig
+from rollout.fleet.adapters import FleetAdapters
 from rollout.fleet.client import EngineClient
 from rollout.fleet.connection import EngineStarter, EngineTarget, processes, run_engine
 from rollout.fleet.errors import EngineError
@@ -73,6 +74,12 @@ class Fleet:
         self._router = Router()
         self._updates = WeightCalls(self._callable)
         self.sleeping = FleetSleep(self._updates, self._callable)
+        self.adapters = FleetAdapters(
+            self._callable,
+            self._updates.turn,
+            lambda: {label for client in self.ranks for label in client.adapters},
+            config.max_cpu_loras,
+        )
         self._paused = False
         self._leaving: int | None = None
         self._gone = EngineState(epoch=0, version="default", paused=False)  # the newest of what those served that left
@@ -122,6 +129,7 @@ class Fleet:
     async def stop(self) -> None:
         """End all engines, and whatever waits for them."""
         await asyncio.gather(*(client.stop() for client in self.ranks))
+        self.adapters.close()
 
     @property
     def living(self) -> list[EngineClient]:
@@ -192,6 +200,8 @@ class Fleet:
         Raises EngineError where no engine can serve it.
         """
         params = request.sampling_params
+        if request.adapter is not None:  # now, and not where it is begun again
+            request.adapter = self.adapters.resolve(request.adapter)
         if params.seed is None:
             params.seed = self._seeds.getrandbits(63)  # the same on every rank, and where it is begun again
         stream = RequestStream(request, pinned=rank is not None)
@@ -217,7 +227,8 @@ class Fleet:
             raise self.refusal
         params, prompt = request.sampling_params, request.prompt_token_ids
         own = params.n * (params.max_tokens or 1) + len(prompt) // PROMPT_DISCOUNT
-        return self.ranks[self._router.choose(prompt, request.cache_salt, own, work, request.session_id)]
+        salt = None if request.cache_salt is request.adapter is None else f"{request.adapter}\0{request.cache_salt}"
+        return self.ranks[self._router.choose(prompt, salt, own, work, request.session_id)]
 
     def _resubmit(self, stream: RequestStream, error: EngineError) -> None:
         """Begin a dead engine's request again on another, or fail it."""
@@ -297,6 +308,7 @@ class Fleet:
     ) -> EngineError | None:
         paused = self._paused
         lost = await client.restore(reason, msgspec.structs.replace(state, paused=paused), source=giver)
+        await self.adapters.restore(client)
         while paused != self._paused:  # it was changed meanwhile
             paused = self._paused
             await client.send_call("pause" if paused else "resume", {"mode": "keep"}, timeout_s=_CALL_S)

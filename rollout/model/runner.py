@@ -75,6 +75,7 @@ class ModelRunner:
         stock.check(self.model, lambda blocks: self._backend(shapes, blocks), config.block_size)
         self.routing: RoutedExperts | None = None
         self.graphs: DecodeGraphs | None = None
+        self.adapted = False  # the next rows run on adapters, which no graph has
         self.num_blocks = self._num_blocks(shapes)
         if config.tensor_parallel_size > 1:
             from rollout.model.sharding import least
@@ -253,7 +254,7 @@ class ModelRunner:
             ids = inputs[0]
             late = drawn[(-1 - ids).clamp(min=0)].long().clamp(0, self.vocab_size - 1)  # no token may be there
             inputs[0] = torch.where(ids < 0, late, ids)
-        if self.graphs is not None and len(head_rows) == batch.num_tokens:
+        if self.graphs is not None and not self.adapted and len(head_rows) == batch.num_tokens:
             logits = self.graphs.run(self.parameters.live.graphs, inputs[0], inputs[1], batch)
             if logits is not None:
                 return logits

@@ -5,7 +5,6 @@ from __future__ import annotations
 _POOLING = "models generate here: none embeds, classifies or scores"
 _TEXT = "models take and give text alone"
 _SCORE = "ask /v1/completions with logprobs and logprob_token_ids for how likely each label is"
-_LORA = "no adapter is served: push whole weights (/init_weight_transfer_engine)"
 _CHAT = "use /v1/chat/completions, with the whole dialogue in messages"
 _RESTARTS = "engines that die are restarted (--engine-restarts); /metrics counts them"
 _PROFILE = "measure with `rollout bench`, or run a profiler on the engine's process"
@@ -38,7 +37,6 @@ ABSENT: dict[str, str] = {
     "/v1/chat/completions/batch": "send one request a dialogue: they run in one batch all the same",
     "/v1/decisions": _SCORE,
     "/v1/embeddings": _POOLING,
-    "/v1/load_lora_adapter": _LORA,
     "/v1/messages/render": "use /v1/chat/completions/render",
     "/v1/realtime": _TEXT,
     "/v1/rerank": _POOLING,
@@ -48,7 +46,6 @@ ABSENT: dict[str, str] = {
     "/v1/responses/render": "use /v1/chat/completions/render",
     "/v1/score": _POOLING,
     "/v1/systemone": _SCORE,
-    "/v1/unload_lora_adapter": _LORA,
     "/v2/embed": _POOLING,
     "/v2/rerank": _POOLING,
 }

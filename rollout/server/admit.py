@@ -32,6 +32,7 @@ async def admit(
     rank = data_parallel_rank(server, headers, body.wanted_rank)
     check_prompt(server.model, token_ids)
     params = body.to_sampling_params()
+    adapter = server.check_model(body.wanted_adapter(first_index // max(1, params.n)), param=body.adapter_param)
     body.adapt(params, server.config)
     resolve_params(server.model, server.engine_config, params, len(token_ids))
     vocabulary, wants_text = None, body.wants_text
@@ -67,6 +68,7 @@ async def admit(
         grammar=grammar,
         tokenizer=server.config.tokenizer,
         thinking=thinking,
+        adapter=adapter,
     )
     return Generation(server, request, vocabulary, wants_text=wants_text, rank=rank, first_index=first_index)
 

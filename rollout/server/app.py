@@ -8,7 +8,7 @@ from fastapi import Depends, FastAPI
 
 from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.fleet import Fleet
-from rollout.server.api import control, generate, pages, render, sglang, skyrl, sleep, tokenize, weights
+from rollout.server.api import adapters, control, generate, pages, render, sglang, skyrl, sleep, tokenize, weights
 from rollout.server.auth import PROBES, BearerAuth, SiteGuard, api_keys, is_loopback
 from rollout.server.context import ServerContext
 from rollout.server.errors import install_error_handlers
@@ -36,6 +36,8 @@ def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig)
     for router in (generate.scale_out_router, render.router):
         off = generate.disabled(router, "Scale-out endpoints", "--enable-scale-out")
         app.include_router(router if server.scale_out else off)
+    off = generate.disabled(adapters.router, "Adapters", "--enable-lora")
+    app.include_router(adapters.router if engine_config.enable_lora else off)
     for router in (sleep.router, sglang.memory_router):
         off = generate.disabled(router, "The endpoints of sleep", "--enable-sleep-mode")
         if engine_config.enable_sleep_mode:

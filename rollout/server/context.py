@@ -107,11 +107,16 @@ class ServerContext:
         more = [f"and {len(names) - _MAX_NAMES} more"] if len(names) > _MAX_NAMES else []
         return {"X-Ignored-Parameters": ", ".join(shown + more)}
 
-    def check_model(self, name: str | None) -> None:
-        """Raise a 404 for a model that is not the one served (by its served name or its path)."""
-        if name and name not in (self.model_name, self.engine_config.model):
-            message = f"The model `{name}` does not exist. Valid aliases: {self.model_name}."
-            raise ApiError(404, message, param="model")
+    def check_model(self, name: str | None, *, param: str = "model") -> str | None:
+        """The adapter that this model stands for, None for the base, by its served name or its path. Raises a 404 where
+        there is none."""
+        if not name or name in (self.model_name, self.engine_config.model):
+            return None
+        if self.engine.adapters.find(name) is None:
+            adapters = "".join(f", {version.name}" for version in self.engine.adapters.current[:_MAX_NAMES])
+            message = f"The model `{name}` does not exist. Valid aliases: {self.model_name}{adapters}."
+            raise ApiError(404 if param == "model" else 400, message, param=param)  # in SGLang's dialect a 400
+        return name
 
 
 async def _server(request: Request) -> ServerContext:

@@ -152,7 +152,8 @@ class Generation(Answer):
         first_index: int = 0,
     ) -> None:
         prompt = request.prompt_token_ids
-        super().__init__(request.request_id, server.model_name, prompt, vocabulary, prompt_tokens=len(prompt))
+        name = request.adapter or server.model_name
+        super().__init__(request.request_id, name, prompt, vocabulary, prompt_tokens=len(prompt))
         self.weight_version = server.engine.weight_version
         self.n = request.sampling_params.n
         self._server, self._request, self._rank = server, request, rank
@@ -180,6 +181,8 @@ class Generation(Answer):
     def __enter__(self) -> Self:
         self._clock = RequestClock(self._server.metrics.histograms)
         self._stream = self._server.engine.submit(self._request, self._rank)
+        if self._request.adapter is not None:
+            self.weight_version = self._request.adapter  # now its label
         self._begin(self._stream.restarts)
         return self
 

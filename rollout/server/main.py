@@ -109,6 +109,10 @@ async def _serve(
             return 0
         loading.result()
         app = create_app(engine, engine_config, config)
+        if config.lora_modules:
+            from rollout.server.api.adapters import load_modules
+
+            await load_modules(engine, config)
         gc.freeze()  # what was imported stays
         gc.set_threshold(*_COLLECTED_AFTER)
         await _serve_http(app, engine, config, listener, stopping, hurry, started)

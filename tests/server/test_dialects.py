@@ -73,7 +73,7 @@ def test_trls_asynchronous_client(client: RolloutClient) -> None:
     assert not client.is_paused()
     with pytest.raises(Exception, match="Request failed: 40"):
         theirs.finish_weight_update()  # nothing was begun
-    with pytest.raises(RuntimeError, match="/v1/load_lora_adapter"):
+    with pytest.raises(Exception, match="--enable-lora"):
         theirs.load_lora_adapter("policy-v1", "/nowhere")
 
 
@@ -175,7 +175,7 @@ def test_prime_rl_renders_and_generates(client: RolloutClient, model: PreTrained
 def test_prime_rl_models_and_adapters(client: RolloutClient) -> None:
     assert "policy" in [model["id"] for model in client.models()]
     with httpx.Client(base_url=client.base_url) as http:
-        assert http.post("/load_lora_adapter", json={"lora_name": "a", "lora_path": "/nowhere"}).status_code == 404
+        assert http.post("/load_lora_adapter", json={"lora_name": "a", "lora_path": "/nowhere"}).status_code == 403
 
 
 def test_prime_rl_over_nccl_fails_at_the_first_step(client: RolloutClient, tmp_path: Path) -> None:

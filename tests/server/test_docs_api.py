@@ -140,4 +140,5 @@ def test_every_endpoint_is_on_the_page() -> None:
         *("POST /init_weights_update_group", "POST /destroy_weights_update_group", "POST /collective_rpc"),
         *("POST /update_weights_from_distributed", "POST /end_weight_update", "POST /pull_weights"),
     }
-    assert there - {example.heading for example in EXAMPLES} == refused | beside_a_trainer
+    adapters = {f"POST {at}{verb}load_lora_adapter" for at in ("/v1/", "/") for verb in ("", "un")}  # need a folder
+    assert there - {example.heading for example in EXAMPLES} == refused | beside_a_trainer | adapters

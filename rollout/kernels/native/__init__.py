@@ -49,6 +49,7 @@ SIGNATURES = {
     "multiply_bf16": "ppp lli pi",
     "multiply_f32": "ppp lli pi",
     "draw_f32": "pli ppp i",
+    **{f"adapt_{name}": "pl pl ii p ppp p i" for name in ("f32_f32", "bf16_bf16", "bf16_f32", "f32_bf16")},
     "use_huge_pages": "pl",
 }
 """The arguments of the kernels, a letter of TYPES each. They return nothing."""

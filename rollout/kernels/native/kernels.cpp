@@ -553,6 +553,89 @@ void draw(const float* logits, int64_t stride, int vocab, const float* temperatu
     }
 }
 
+// y += scale * B (A x) for rows that lie side by side by adapter, in float32 and rounded once. A is (rank, inputs), with
+// rows filled up to vectors; B lies as [16 outputs][rank][output].
+constexpr int ADAPTED_ROWS = ONE_REGISTER ? 4 : 2;  // that share a read of A and B
+
+template <int N, class X, class Y> struct Adapted {  // N rows of one adapter
+    const X* x;
+    Y* y;
+    int64_t x_pitch, y_pitch;
+    int inputs, outputs, rank;
+    const float *a, *b;
+    float scale;
+
+    void run(std::vector<float>& wide, std::vector<float>& hidden) const {
+        const int padded = (inputs + LANES - 1) / LANES * LANES;
+        wide.resize(N * padded), hidden.resize(N * rank);
+        for (int i = 0; i < N; i++)
+            in_vectors(inputs, [&](int d, int count) { store(&wide[i * padded + d], load_some(x + i * x_pitch + d, count)); });
+        int r = 0;
+        for (; r + 4 <= rank; r += 4) inner<4>(r, padded, wide, hidden);
+        for (; r < rank; r++) inner<1>(r, padded, wide, hidden);
+        int j = 0;
+        for (; j + 2 * LANES <= outputs; j += 2 * LANES) outer<2>(j, hidden);
+        for (; j < outputs; j += LANES) outer<1>(j, hidden);
+    }
+    template <int R> INLINE void inner(int r, int padded, const std::vector<float>& wide, std::vector<float>& hidden) const {
+        Floats sums[N][R] = {};
+        for (int d = 0; d < padded; d += LANES) {
+            Floats given[N];
+            UNROLLED for (int i = 0; i < N; i++) given[i] = load(&wide[i * padded + d]);
+            UNROLLED for (int k = 0; k < R; k++) {
+                Floats weight = load(a + int64_t(r + k) * padded + d);
+                UNROLLED for (int i = 0; i < N; i++) sums[i][k] = fused(weight, given[i], sums[i][k]);
+            }
+        }
+        UNROLLED for (int i = 0; i < N; i++)
+            UNROLLED for (int k = 0; k < R; k++) hidden[i * rank + r + k] = sum(sums[i][k]);
+    }
+    template <int V> INLINE void outer(int j, const std::vector<float>& hidden) const {
+        Floats sums[N][V] = {};
+        const float* from = b + int64_t(j) * rank;
+        for (int k = 0; k < rank; k++)
+            UNROLLED for (int v = 0; v < V; v++) {
+                Floats weight = load(from + (int64_t(v) * rank + k) * LANES);
+                UNROLLED for (int i = 0; i < N; i++) sums[i][v] = fused(weight, all(hidden[i * rank + k]), sums[i][v]);
+            }
+        for (int i = 0; i < N; i++)
+            for (int v = 0; v < V; v++) {
+                int count = std::min(LANES, outputs - j - v * LANES);
+                Y* at = y + i * y_pitch + j + v * LANES;
+                store_some(at, load_some(at, count) + sums[i][v] * all(scale), count);
+            }
+    }
+};
+
+template <class X, class Y>
+void adapt(const X* x, int64_t x_pitch, Y* y, int64_t y_pitch, int inputs, int outputs, const int64_t* bounds,
+           const int64_t* a, const int64_t* b, const int32_t* ranks, const float* scales, int adapters) {
+    struct Part { int64_t row; int count, adapter; };
+    std::vector<Part> parts;
+    int64_t products = 0;
+    for (int i = 0; i < adapters; i++)
+        for (int64_t row = bounds[i]; ranks[i] && row < bounds[i + 1]; row += parts.back().count) {
+            int count = bounds[i + 1] - row >= ADAPTED_ROWS ? ADAPTED_ROWS : 1;
+            parts.push_back({row, count, i});
+            products += int64_t(count) * ranks[i] * (inputs + outputs);
+        }
+#pragma omp parallel if (products > 65536)
+    {
+        std::vector<float> wide, hidden;
+#pragma omp for
+        for (int64_t p = 0; p < int64_t(parts.size()); p++) {
+            auto [row, count, i] = parts[p];
+            auto run = [&](auto n) {
+                Adapted<decltype(n)::value, X, Y>{x + row * x_pitch, y + row * y_pitch, x_pitch, y_pitch, inputs, outputs,
+                                                  ranks[i], reinterpret_cast<const float*>(a[i]),
+                                                  reinterpret_cast<const float*>(b[i]), scales[i]}.run(wide, hidden);
+            };
+            if (count == 1) run(std::integral_constant<int, 1>());
+            else run(std::integral_constant<int, ADAPTED_ROWS>());
+        }
+    }
+}
+
 }  // namespace
 
 #define BOTH(MAKE) MAKE(bf16, bf16) MAKE(f32, float)
@@ -576,6 +659,14 @@ void draw(const float* logits, int64_t stride, int vocab, const float* temperatu
         else normalize<8>(x, w, e, y, rows, n);                                                                      \
     }
 BOTH(EXPORT)
+
+#define ADAPT(NAME, X, Y)                                                                                              \
+    extern "C" void adapt_##NAME(const X* x, int64_t x_pitch, Y* y, int64_t y_pitch, int inputs, int outputs,          \
+                                 const int64_t* bounds, const int64_t* a, const int64_t* b, const int32_t* ranks,      \
+                                 const float* scales, int adapters) {                                                  \
+        adapt(x, x_pitch, y, y_pitch, inputs, outputs, bounds, a, b, ranks, scales, adapters);                         \
+    }
+ADAPT(f32_f32, float, float) ADAPT(bf16_bf16, bf16, bf16) ADAPT(bf16_f32, bf16, float) ADAPT(f32_bf16, float, bf16)
 
 extern "C" void pack_bf16(const bf16* w, int64_t n, int k, bf16* packed) { pack(w, n, k, packed); }
 extern "C" void pack_f32(const float* w, int64_t n, int k, float* packed) { pack(w, n, k, packed); }

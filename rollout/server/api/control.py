@@ -60,7 +60,7 @@ async def metrics(server: ServerDep) -> Response:
 
 @router.get("/v1/models")
 async def models(server: ServerDep) -> dict[str, Any]:
-    """The one model served, in OpenAI's list form."""
+    """The model served and its adapters, in OpenAI's list form; an adapter's `parent` is the model."""
     permission = {
         "id": f"modelperm-{uuid.uuid4().hex[:16]}",
         "object": "model_permission",
@@ -85,7 +85,11 @@ async def models(server: ServerDep) -> dict[str, Any]:
         "max_model_len": server.model.max_model_len,
         "permission": [permission],
     }
-    return {"object": "list", "data": [model]}
+    adapters = [
+        model | {"id": version.name, "root": version.root, "parent": server.model_name, "weight_version": version.label}
+        for version in server.engine.adapters.current
+    ]
+    return {"object": "list", "data": [model, *adapters]}
 
 
 def sglang_info(server: ServerContext) -> dict[str, Any]:
@@ -113,12 +117,13 @@ def sglang_info(server: ServerContext) -> dict[str, Any]:
 @router.get("/server_info")
 async def server_info(server: ServerDep, config_format: Literal["json"] = "json") -> dict[str, Any]:
     """What trainers read of vLLM's configuration, and of SGLang's."""
-    info, mode = server.model, server.engine_config.logprobs_mode
+    info, mode, config = server.model, server.engine_config.logprobs_mode, server.engine_config
+    lora = {name: getattr(config, name) for name in ("max_loras", "max_cpu_loras", "max_lora_rank")}
     return {
         **sglang_info(server),
         "vllm_config": {
             "model_config": {"dtype": f"torch.{info.dtype}", "logprobs_mode": mode},
-            "lora_config": None,
+            "lora_config": lora if config.enable_lora else None,
             "parallel_config": {"data_parallel_size": len(server.engine.ranks)},
             "weight_transfer_config": {"backend": "nccl" if info.device.startswith("cuda") else "gloo"},
         },

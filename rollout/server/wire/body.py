@@ -180,6 +180,15 @@ class GenerationBody(Body):
         """The engine that the body asks for, where no header does."""
         return None
 
+    @property
+    def adapter_param(self) -> str:
+        """The field that names the adapter."""
+        return "model"
+
+    def wanted_adapter(self, index: int) -> str | None:
+        """The name of an adapter, or of the base, for the prompt of this number."""
+        return self.model
+
     def own_id(self, first_index: int) -> str | None:
         """The id that the client gives to the prompt whose choices count from here."""
         return self.request_id

@@ -21,7 +21,7 @@ class Refusal(NamedTuple):
 
 
 _GRAMMAR = "send structured_outputs"
-_LORA = "no adapter is served"
+_LORA = "send the adapter's name as `model`"
 _PROCESSOR = "no code of a client's runs in the sampler"
 _TRANSFER = "this server runs a model whole, and transfers no cache"
 _MEDIA = "only text is served"

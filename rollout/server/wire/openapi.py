@@ -12,6 +12,7 @@ from rollout.server.errors import ErrorBody
 from rollout.server.wire.answer import Writer
 from rollout.server.wire.chat import ChatChunk, ChatResponse, ChatWriter
 from rollout.server.wire.completions import CompletionChunk, CompletionResponse, CompletionWriter
+from rollout.server.wire.lora_path import LoadedAdapters
 from rollout.server.wire.messages import MessagesWriter
 from rollout.server.wire.render import DerenderedChunk, RenderedRequest
 from rollout.server.wire.sglang import SGLangWriter
@@ -38,6 +39,9 @@ _ANSWERS: dict[str, tuple[Any, ...]] = {
 # What the events of a stream are; the last one of each says that something went wrong after the first.
 _EVENTS = {path: writer.event_kinds for path, writer in _DIALECTS.items()}
 
+_ADAPTERS = {"/load_lora_adapter", "/unload_lora_adapter"}
+_ANSWERS |= dict.fromkeys(_ADAPTERS, (LoadedAdapters,))
+_TEXTS = {"/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
 _EMPTY = {
     "/release_memory_occupation",
     "/resume_memory_occupation",
@@ -127,7 +131,7 @@ def _complete(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> 
         responses["200"]["content"] = content
     elif path in _EMPTY:
         responses["200"].pop("content", None)
-    elif path == "/metrics":
+    elif path in _TEXTS:
         responses["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
     if path in _BODIES:
         body = schemas[repr(_BODIES[path])]
@@ -135,6 +139,9 @@ def _complete(path: str, operation: dict[str, Any], schemas: dict[str, Any]) -> 
     error = {"application/json": {"schema": schemas[repr(ErrorBody)]}}
     for status, description in _ERRORS.items():
         responses[str(status)] = {"description": description, "content": error}
+    if path in _ADAPTERS:
+        either = _any_of((ErrorBody, LoadedAdapters), schemas)
+        responses["400"] = responses["400"] | {"content": {"application/json": {"schema": either}}}
     if path in _REFUSALS:
         either = _any_of((ErrorBody, Refusal), schemas)
         responses["400"] = responses["400"] | {"content": {"application/json": {"schema": either}}}

@@ -21,9 +21,10 @@ from rollout.outputs import FinishReason, IdArray, TokenLogprob, WeightVersionSp
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.errors import ApiError, ErrorBody
 from rollout.server.wire.answer import Answer, Delta, Writer
-from rollout.server.wire.body import MAX_PROMPTS, Each, GenerationBody, Prompt, Text, TextPrompt, TokenIds
+from rollout.server.wire.body import MAX_PROMPTS, Each, Prompt, Text, TextPrompt, TokenIds
 from rollout.server.wire.fields import refuse_unserved
 from rollout.server.wire.logprobs import sendable, token_text
+from rollout.server.wire.lora_path import NamesAdapters
 from rollout.server.wire.sglang_fields import NO_EFFECT, REFUSED, SGLangGrammars
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -56,7 +57,7 @@ class SGLangSampling(SGLangGrammars):
     custom_params: dict[str, Any] | None = None
 
 
-class SGLangRequest(GenerationBody):
+class SGLangRequest(NamesAdapters):
     """Continue one prompt or several, each token ids or a text."""
 
     id_prefix = ""

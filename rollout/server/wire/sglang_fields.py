@@ -12,7 +12,6 @@ from rollout.sampling.params import ParameterError, StructuredOutputsParams
 from rollout.server.wire.fields import Refusal
 
 _MEDIA = "only text is served"
-_LORA = "no adapter is served"
 _TRANSFER = "this server runs a model whole, and transfers no cache"
 _PROMPT = "a prompt is a text or token ids"
 _ENGINE = "hidden states and scores within a model don't leave the engine"
@@ -22,7 +21,7 @@ _PROCESSOR = "no code of a client's runs in the sampler"
 
 REFUSED: dict[str, Refusal] = {
     **dict.fromkeys(("image_data", "video_data", "audio_data"), Refusal(_MEDIA)),
-    **dict.fromkeys(("lora_path", "lora_id"), Refusal(_LORA)),
+    "lora_id": Refusal("send the adapter's name as lora_path"),
     **dict.fromkeys(("bootstrap_room", "bootstrap_host"), Refusal(_TRANSFER)),
     **dict.fromkeys(("input_embeds", "positional_embed_overrides"), Refusal(_PROMPT)),
     **dict.fromkeys(("return_hidden_states", "return_indexer_topk", "return_entropy"), Refusal(_ENGINE)),

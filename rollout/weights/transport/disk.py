@@ -244,7 +244,9 @@ def _decoded(file: Path, data: bytes | bytearray, kind: type[T], what: str) -> T
 
 
 def _files(folder: Path) -> list[Path]:
-    """What a transformers checkpoint consists of; without an index, all there is."""
+    """What a transformers checkpoint consists of; without an index, all there is. A file's own path is that file."""
+    if folder.suffix == ".safetensors":
+        return [folder]
     index = folder / "model.safetensors.index.json"
     try:
         listed = {

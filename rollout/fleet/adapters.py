@@ -1,0 +1,175 @@
+"""The adapters that a fleet serves: which versions there are, what a name stands for, what goes when there is no room.
+
+A version never changes. All engines have all of them: one that is loaded is read and checked by each engine, then
+entered in all, and only then found by its name. The first engine writes a copy of what it has read, which is given to
+one that comes back: the trainer's own folder may hold something else by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollout.fleet.client import EngineClient
+from rollout.fleet.errors import EngineError
+from rollout.folders import OwnedFolder
+
+_CALL_S = 60.0
+MOST_NAMES = 1 << 16
+"""Names whose last number is remembered, so that a label never names two things."""
+
+
+@dataclass(eq=False)
+class Version:
+    """One version of an adapter: `label` is `name@number`, `root` where it came from, `copy` the engines' own copy."""
+
+    name: str
+    number: int
+    root: str
+    copy: str
+    used: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}@{self.number}"
+
+
+class FleetAdapters:
+    """Names and versions. Lives on one event loop.
+
+    `living` are the engines that calls go to; `turn` keeps engines from joining; `in_use` are the labels that requests
+    in flight run on. At most `most` versions stay loaded: the oldest unused one that a newer one has replaced goes
+    first, then the one whose last request was longest ago, with its name. None goes that a request runs on.
+    """
+
+    def __init__(
+        self,
+        living: Callable[[], list[EngineClient]],
+        turn: asyncio.Lock,
+        in_use: Callable[[], Collection[str | None]],
+        most: int,
+    ) -> None:
+        self._living, self._turn, self._in_use, self._most = living, turn, in_use, most
+        self._loading = asyncio.Lock()
+        self._folder: OwnedFolder | None = None
+        self._clock = itertools.count(1)
+        self._numbers: dict[str, int] = {}
+        self._versions: dict[str, Version] = {}
+        self._current: dict[str, Version] = {}
+        self._leaving: dict[str, Version] = {}
+
+    @property
+    def current(self) -> list[Version]:
+        """The version that each name stands for, by age of the name."""
+        return list(self._current.values())
+
+    def find(self, name: str) -> Version | None:
+        """The version that requests for this name, or label, run on."""
+        return self._current.get(name) or self._versions.get(name)
+
+    def resolve(self, name: str) -> str:
+        """The label that a request for this name, or label, runs on to its end. Raises EngineError 404."""
+        version = self.find(name)
+        if version is None:
+            raise EngineError(f"The model `{name}` does not exist: no adapter of this name is loaded.", status=404)
+        version.used = next(self._clock)
+        return version.label
+
+    async def load(self, name: str, path: str, *, timeout_s: float) -> Version:
+        """Have all engines serve this folder under the name, from its newest version on: all of them, or none.
+
+        Requests that run end on the version that they began on. Raises EngineError: 404 and 400 for a folder that can't
+        be served, 503 where there is no room, or an engine fails.
+        """
+        async with self._loading:
+            await self._make_room()
+            if len(self._numbers) >= MOST_NAMES and name not in self._numbers:
+                raise EngineError(f"{MOST_NAMES} names of adapters were used: restart the server", status=503)
+            number = self._numbers[name] = self._numbers.get(name, 0) + 1
+            self._folder = self._folder or OwnedFolder("rollout-lora-")
+            version = Version(name, number, path, str(self._folder.path / str(next(self._clock))))
+            ranks = self._living()
+            prepared = {(rank, rank.starts) for rank in ranks}
+            bodies = [{"label": version.label, "path": path} for _ in ranks]
+            bodies[0]["keep_in"] = version.copy
+            try:
+                await _call(ranks, "load_adapter", bodies, timeout_s)
+                async with self._turn:  # no engine joins meanwhile, without it
+                    ranks = self._living()
+                    late = [rank for rank in ranks if (rank, rank.starts) not in prepared]
+                    again = {"label": version.label, "path": version.copy}
+                    await _call(late, "load_adapter", [again] * len(late), timeout_s)
+                    await _call(ranks, "commit_adapter", [{"label": version.label}] * len(ranks), _CALL_S)
+                    version.used = next(self._clock)
+                    self._versions[version.label] = self._current[name] = version
+            except BaseException:
+                await self._drop(version)
+                raise
+            return version
+
+    async def unload(self, name: str) -> None:
+        """Forget this name, with all its versions. Requests that run on them go on. Raises EngineError 404."""
+        async with self._loading:
+            if name not in self._current:
+                raise EngineError(f"The lora adapter '{name}' cannot be found.", status=404)
+            del self._current[name]
+            for version in [version for version in self._versions.values() if version.name == name]:
+                del self._versions[version.label]
+                self._leaving[version.label] = version
+            await self._sweep()
+
+    async def restore(self, client: EngineClient) -> None:
+        """Give an engine that has just loaded every version that the fleet serves. Raises EngineError."""
+        for version in list(self._versions.values()):
+            body = {"label": version.label, "path": version.copy}
+            await client.send_call("load_adapter", body, timeout_s=_CALL_S)
+            await client.send_call("commit_adapter", {"label": version.label}, timeout_s=_CALL_S)
+
+    def close(self) -> None:
+        """Remove the copies."""
+        if self._folder is not None:
+            self._folder.close()
+
+    async def _make_room(self) -> None:
+        await self._sweep()
+        used = self._in_use()
+        while len(self._versions) + len(self._leaving) >= self._most:
+            idle = [version for version in self._versions.values() if version.label not in used]
+            if not idle:
+                raise EngineError(
+                    f"{self._most} versions of adapters are loaded (--max-cpu-loras), and requests run on all of them: "
+                    "try again soon",
+                    status=503,
+                )
+            oldest = min(idle, key=lambda version: (version is self._current.get(version.name), version.used))
+            del self._versions[oldest.label]
+            if self._current.get(oldest.name) is oldest:
+                del self._current[oldest.name]
+            await self._drop(oldest)
+
+    async def _sweep(self) -> None:
+        """Drop what was unloaded and no request runs on any more."""
+        used = self._in_use()
+        for version in [version for version in self._leaving.values() if version.label not in used]:
+            del self._leaving[version.label]
+            await self._drop(version)
+
+    async def _drop(self, version: Version) -> None:
+        with contextlib.suppress(EngineError):  # an engine that is dead has forgotten it
+            body = {"label": version.label}
+            asked = [rank.send_call("drop_adapter", body, timeout_s=_CALL_S) for rank in self._living()]
+            await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.to_thread(shutil.rmtree, version.copy, ignore_errors=True)
+
+
+async def _call(ranks: Sequence[EngineClient], method: str, bodies: Sequence[dict[str, Any]], timeout_s: float) -> None:
+    """Raises the first EngineError of an engine that lives, once all have answered, or where none does."""
+    asked = [rank.send_call(method, body, timeout_s=timeout_s) for rank, body in zip(ranks, bodies, strict=True)]
+    for rank, outcome in zip(ranks, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+        if isinstance(outcome, BaseException) and (rank.error is None or len(ranks) == 1):
+            raise outcome

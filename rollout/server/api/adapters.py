@@ -1,0 +1,101 @@
+"""LoRA adapters: loaded from a folder under a name, as vLLM's and SGLang's clients ask for it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from fastapi import APIRouter, Body, Depends
+from fastapi.responses import PlainTextResponse, Response
+
+from rollout.config import ServerConfig
+from rollout.fleet.errors import EngineError
+from rollout.fleet.fleet import Fleet
+from rollout.server.context import ServerContext, ServerDep
+from rollout.server.errors import ApiError
+from rollout.server.limits import require_json
+from rollout.server.wire.body import Text
+from rollout.server.wire.lora_path import LoadedAdapters
+
+router = APIRouter(dependencies=[Depends(require_json)])
+
+_MOST_NAME, _MOST_PATH = 256, 4096
+_INVALID = "InvalidUserInput"  # vLLM's name for it
+LOAD_TIMEOUT_S = 1800.0
+
+Name = Annotated[Text | None, Body(embed=True)]
+
+
+async def load(server: ServerContext, name: str | None, path: str | None, *, replace: bool) -> None:
+    """Load a folder as the newest version of this name. Raises ApiError, as vLLM words it, or EngineError."""
+    if not name or not path:
+        raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", type=_INVALID)
+    if len(name) > _MOST_NAME or len(path) > _MOST_PATH:
+        message = f"'lora_name' may have {_MOST_NAME} characters, 'lora_path' {_MOST_PATH}."
+        raise ApiError(400, message, type=_INVALID)
+    if name in (server.model_name, server.engine_config.model):
+        raise ApiError(400, f"'{name}' is the base model's name.", param="lora_name", type=_INVALID)
+    if not replace and any(version.name == name for version in server.engine.adapters.current):
+        raise ApiError(
+            400,
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+            "'load_inplace' to True.",
+            type=_INVALID,
+        )
+    await server.engine.adapters.load(name, path, timeout_s=LOAD_TIMEOUT_S)
+
+
+@router.post("/v1/load_lora_adapter")
+async def load_lora_adapter(
+    server: ServerDep,
+    lora_name: Name = None,
+    lora_path: Name = None,
+    load_inplace: Annotated[bool, Body(embed=True)] = False,
+) -> PlainTextResponse:
+    """vLLM's: serve the folder that `save_pretrained` of PEFT wrote as the model `lora_name`.
+
+    With `load_inplace`, also where there is one of this name: what runs on that ends on it.
+    """
+    await load(server, lora_name, lora_path, replace=load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{lora_name}' added successfully.")
+
+
+@router.post("/v1/unload_lora_adapter")
+async def unload_lora_adapter(server: ServerDep, lora_name: Name = None) -> PlainTextResponse:
+    """vLLM's: serve this adapter no more, in any version. What runs on it ends on it."""
+    if not lora_name:
+        raise ApiError(400, "'lora_name' needs to be provided to unload a LoRA adapter.", type=_INVALID)
+    await server.engine.adapters.unload(lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{lora_name}' removed successfully.")
+
+
+@router.post("/load_lora_adapter")
+async def sglang_load_lora_adapter(server: ServerDep, lora_name: Name = None, lora_path: Name = None) -> Response:
+    """SGLang's, and prime-rl's, which loads every version under one name: a new one takes the old one's place."""
+    try:
+        await load(server, lora_name, lora_path, replace=True)
+    except (ApiError, EngineError) as error:
+        return _told(server, str(error))
+    return _told(server)
+
+
+@router.post("/unload_lora_adapter")
+async def sglang_unload_lora_adapter(server: ServerDep, lora_name: Name = None) -> Response:
+    """SGLang's."""
+    try:
+        await server.engine.adapters.unload(lora_name or "")
+    except EngineError as error:
+        return _told(server, str(error))
+    return _told(server)
+
+
+def _told(server: ServerContext, error: str = "") -> Response:
+    loaded = {version.name: version.root for version in server.engine.adapters.current}
+    answer = LoadedAdapters(not error, error, loaded)
+    return Response(msgspec.json.encode(answer), 400 if error else 200, media_type="application/json")
+
+
+async def load_modules(engine: Fleet, config: ServerConfig) -> None:
+    """Load what --lora-modules names, before the server serves. Raises EngineError."""
+    for name, _, path in (module.partition("=") for module in config.lora_modules):
+        await engine.adapters.load(name, path, timeout_s=LOAD_TIMEOUT_S)
