@@ -111,7 +111,7 @@ def test_joined_weights_follow_commits_and_moves() -> None:
     expected = mlp(x)
     weights = joined.JoinedWeights(parameters)
     q = model.model.layers[0].self_attn.q_proj
-    assert torch.equal(mlp(x), expected)
+    assert torch.allclose(mlp(x), expected, atol=1e-6)  # a BLAS may sum in another order where a product is wider
     staged = parameters.new_set()
     for name, tensor in parameters.live.tensors.items():
         staged.tensors[name].copy_(2 * tensor)

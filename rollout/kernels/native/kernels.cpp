@@ -17,6 +17,8 @@ inline int omp_get_thread_num() { return 0; }
 #ifdef __linux__
 #include <malloc.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace {
@@ -387,6 +389,107 @@ void multiply_rows(const X* x, const T* panel, const float* bias, int k, Y* y, i
         multiply_tile<N, TOGETHER>(x, panel, bias, k, y, n, width, strip, ahead);
 }
 
+// Products of bfloat16 by AMX, where the processor has it and the system allows it: a packed panel lies as its tiles are
+// read. Each row's sum is in steps of 32 elements, in the instruction's own order, however many rows there are.
+#if defined(__AMX_BF16__) && defined(__linux__)
+constexpr int TILE_ROWS = 16, TILE_DEPTH = 32;
+
+bool has_tiles() {
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    static const bool granted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    return granted;
+}
+// GCC's intrinsics don't say that they read memory.
+INLINE void memory_is_written() { asm volatile("" ::: "memory"); }
+
+// The tiles of a thread. Up to 16 rows: 0 to 3 sum a vector of outputs each, 4 has the rows, 5 to 7 weights. More: 0 to 3 sum
+// the first or last 16 rows times one of two vectors, 4 and 5 have the rows, 6 and 7 weights.
+class Tiles {
+  public:
+    ~Tiles() { if (rows) _tile_release(); }
+    void configure(int count) {
+        if (count == rows) return;
+        rows = count;
+        struct alignas(64) { uint8_t palette, start, reserved[14]; uint16_t bytes[16]; uint8_t rows[16]; } of = {1};
+        const bool one = count <= TILE_ROWS;
+        for (int tile = 0; tile < 8; tile++) {
+            const bool second = !one && (tile == 2 || tile == 3 || tile == 5), weights = tile >= (one ? 5 : 6);
+            of.bytes[tile] = 64;
+            of.rows[tile] = weights ? TILE_ROWS : second ? count - TILE_ROWS : std::min(count, TILE_ROWS);
+        }
+        memory_is_written();
+        _tile_loadconfig(&of);
+    }
+
+  private:
+    int rows = 0;
+};
+
+INLINE void add_step(const bf16* x, int64_t pitch, const bf16* words, bool one) {  // 32 elements of all rows; half a panel if not `one`
+    constexpr int64_t STRIDE = PANEL * 2 * sizeof(bf16);
+    pitch *= sizeof(bf16);
+    _tile_loadd(4, x, pitch);
+    if (one) {
+        _tile_loadd(6, words, STRIDE); _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, words + 2 * LANES, STRIDE); _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, words + 4 * LANES, STRIDE); _tile_dpbf16ps(2, 4, 5);
+        _tile_loadd(6, words + 6 * LANES, STRIDE); _tile_dpbf16ps(3, 4, 6);
+    } else {
+        _tile_loadd(6, words, STRIDE); _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, words + 2 * LANES, STRIDE); _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, reinterpret_cast<const char*>(x) + TILE_ROWS * pitch, pitch);
+        _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+    }
+}
+
+template <class Y>
+void multiply_in_tiles(Tiles& tiles, const bf16* x, int rows, const bf16* panel, const float* bias, int k, Y* y, int64_t n,
+                       int width, Ahead ahead) {
+    const bool one = rows <= TILE_ROWS;
+    const int whole = k / TILE_DEPTH * TILE_DEPTH;
+    const int64_t step = ahead.bytes / (one ? 1 : 2) / (whole / TILE_DEPTH + 1) + 64;
+    alignas(64) float sums[2 * TILE_ROWS][PANEL];
+    alignas(64) bf16 last_x[2 * TILE_ROWS][TILE_DEPTH], last_words[TILE_ROWS][2 * PANEL];
+    if (whole < k) {
+        std::memset(last_words, 0, sizeof last_words);
+        std::memcpy(last_words, panel + int64_t(whole) * PANEL, (k - whole) * PANEL * sizeof(bf16));
+        for (int r = 0; r < rows; r++) {
+            std::memset(last_x[r], 0, sizeof last_x[r]);
+            std::memcpy(last_x[r], x + int64_t(r) * k + whole, (k - whole) * sizeof(bf16));
+        }
+    }
+    tiles.configure(rows);
+    memory_is_written();
+    int64_t fetched = 0;
+    for (int half = 0; half < (one ? 1 : 2); half++) {
+        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+        const bf16* words = panel + half * 4 * LANES;
+        for (int d = 0; d < whole; d += TILE_DEPTH) {
+            for (int64_t to = std::min(fetched + step, ahead.bytes); fetched < to; fetched += 64)
+                __builtin_prefetch(ahead.from + fetched, 0, 2);
+            add_step(x + d, k, words + int64_t(d) * PANEL, one);
+        }
+        if (whole < k) add_step(last_x[0], TILE_DEPTH, last_words[0] + half * 4 * LANES, one);
+        constexpr int64_t STRIDE = PANEL * sizeof(float);
+        float* to = sums[0] + half * 2 * LANES;
+        _tile_stored(0, to, STRIDE);
+        _tile_stored(1, to + LANES, STRIDE);
+        if (one) to += 2 * LANES; else to += TILE_ROWS * PANEL;
+        _tile_stored(2, to, STRIDE);
+        _tile_stored(3, to + LANES, STRIDE);
+    }
+    for (int r = 0; r < rows; r++)
+        in_vectors(width, [&](int j, int count) {
+            store_some(y + r * n + j, load(sums[r] + j) + (bias ? load(bias + j) : Floats{}), count);
+        });
+}
+#else
+constexpr int TILE_ROWS = 0;
+bool has_tiles() { return false; }
+struct Tiles {};
+template <class... Arguments> void multiply_in_tiles(Arguments&&...) {}
+#endif
+
 // A packed panel of bfloat16 as one of float32: many rows would widen each word many times.
 void widen_panel(const bf16* panel, int k, float* to) {
     for (int vector = 0; vector < WIDE; vector++)
@@ -401,15 +504,18 @@ template <class T, class Y>
 void multiply_operands(const Operand<T>* x, const T* packed, const float* bias, int64_t rows, int64_t n, int k, Y* y) {
     int64_t panels = (n + PANEL - 1) / PANEL, bytes = int64_t(k) * PANEL * sizeof(T);
     int64_t blocks = (rows * k * int64_t(sizeof(*x)) + CACHED_BYTES - 1) / CACHED_BYTES;  // of rows that stay in the cache
-    int64_t height = ((rows + blocks - 1) / blocks + ROWS - 1) / ROWS * ROWS;
+    const bool tiled = std::is_same_v<Operand<T>, bf16> && has_tiles();
+    const int together = tiled ? 2 * TILE_ROWS : ROWS;
+    int64_t height = ((rows + blocks - 1) / blocks + together - 1) / together * together;
     blocks = (rows + height - 1) / height;
-    int64_t steps = height / ROWS, units = blocks * panels * steps;  // of work: ROWS rows with one panel
+    int64_t steps = height / together, units = blocks * panels * steps;  // of work: so many rows with one panel
     const bool widened = !std::is_same_v<Operand<T>, T> && rows > 3;
 #pragma omp parallel
     {
         int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         int64_t begin = units * thread / threads, end = units * (thread + 1) / threads;
         std::vector<float> wide(widened ? k * PANEL : 0);
+        Tiles tiles;
         for (int64_t from = begin, to; from < end; from = to) {
             int64_t i = from / steps, p = i % panels, first = i / panels * height, last = std::min(first + height, rows);
             to = std::min((i + 1) * steps, end);
@@ -429,8 +535,15 @@ void multiply_operands(const Operand<T>* x, const T* packed, const float* bias, 
             if constexpr (!std::is_same_v<Operand<T>, T>)
                 if (widened) widen_panel(panel, k, wide.data());
             for (int64_t unit = from; unit < to; unit++, done = std::min(done + share, bytes)) {
-                int64_t r = first + (unit - i * steps) * ROWS, left = std::min<int64_t>(ROWS, last - r);
+                int64_t r = first + (unit - i * steps) * together, left = std::min<int64_t>(together, last - r);
                 Ahead ahead{next + done, std::min(share, bytes - done)};
+                if constexpr (std::is_same_v<Operand<T>, bf16>)
+                    if (tiled) {
+                        if (left > 0)  // the last block of rows may be lower than the others
+                            multiply_in_tiles(tiles, x + r * k, int(left), panel, bias ? bias + p * PANEL : nullptr, k,
+                                              y + r * n + p * PANEL, n, width, ahead);
+                        continue;
+                    }
                 if (left == ROWS) { rows_of(std::integral_constant<int, ROWS>(), r, ahead); continue; }
                 if (!ONE_REGISTER)
                     for (; left >= 3; left -= 3, r += 3, ahead.bytes = 0) rows_of(std::integral_constant<int, 3>(), r, ahead);
