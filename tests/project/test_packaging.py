@@ -44,10 +44,10 @@ def test_the_wheel_has_types_sources_of_kernels_and_the_version(wheel: Path) -> 
     wanted = {
         str(path.relative_to(ROOT))
         for package in ("rollout", "trainer_bridge")
-        for kind in ("*.py", "*.cpp", "*.html", "py.typed")
-        for path in (ROOT / package).rglob(kind)
+        for path in (ROOT / package).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {"rollout/py.typed", "trainer_bridge/py.typed"} <= wanted
+    assert {"rollout/py.typed", "trainer_bridge/py.typed", "rollout/kernels/native/vectors.h"} <= wanted
     assert wanted <= names
     assert not [name for name in names if name.startswith("tests/")]
 
