@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rollout.kernels.attention.chunked import matmul
 from rollout.kernels.native import SUFFIXES, address, library
+from rollout.kernels.products import multiply_in_blocks
 
 LANES = 16
 """Floats of the kernel's vectors."""
@@ -112,5 +113,10 @@ def _added(y: Tensor, x: Tensor, part: LoraWeight, *, exact: bool) -> Tensor:
     a, b = part.a, part.b
     if part.native:
         a, b = a[:, : x.shape[1]], b.transpose(1, 2).reshape(-1, part.rank)[: y.shape[1]]
-    inner = matmul(x.float(), a.T, exact=exact)
-    return (y + matmul(inner, b.T, exact=exact) * part.scale).to(y.dtype)
+    inner = _product(x.float(), a, exact=exact)
+    return (y + _product(inner, b, exact=exact) * part.scale).to(y.dtype)
+
+
+def _product(x: Tensor, weight: Tensor, *, exact: bool) -> Tensor:
+    """x (rows, inputs) · weightᵀ (outputs, inputs)."""
+    return multiply_in_blocks(x, weight) if exact and x.is_cuda else matmul(x, weight.T, exact=exact)

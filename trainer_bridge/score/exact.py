@@ -28,13 +28,15 @@ from rollout.kernels.attention import native_paged as native
 from rollout.kernels.attention.base import AttentionParams
 from rollout.kernels.attention.chunked import CHUNK, attend_causally, hidden_by_order, padded_rows
 from rollout.kernels.products import PackedWeight, multiply_in_blocks, serves_linear
-from trainer_bridge.score import exact_cuda
+from trainer_bridge.score import exact_cuda, exact_lora
 
 ATTENTION_NAME = "rollout_exact"
 
 
-def install(model: PreTrainedModel) -> PreTrainedModel:
+def install(wrapped: PreTrainedModel) -> PreTrainedModel:
     """Make the model's forward pass compute what a batch-invariant server computes; returns the same model.
+
+    Also that of a model which PEFT has wrapped: its active adapter is what a server with `--enable-lora` runs.
 
     Afterwards `model(input_ids (batch, length), attention_mask=…, position_ids=…, logits_to_keep=…)` accepts
     right-padded batches (an attention_mask whose rows are ones, then zeros) and packed rows (position_ids that restart
@@ -46,6 +48,7 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
     instead of loaded in it (`check_precision`), autocast, left padding, dropout in training mode, inputs_embeds, a
     cache, a model that doesn't reach the attention interface.
     """
+    model = exact_lora.base_model(wrapped)
     check_precision(model)
     model.set_attn_implementation(ATTENTION_NAME)
     if model.config._attn_implementation != ATTENTION_NAME:
@@ -55,9 +58,11 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
     on_gpu = exact_cuda.serves(model.device)
     if on_gpu:
         exact_cuda.install_norms(model)
+    exact_lora.install(model)
+    head = exact_lora.plain(model.get_output_embeddings())
     for module in model.modules():
         if type(module) is nn.Linear and (on_gpu or serves_linear(module)):
-            multiply = _in_blocks(module) if on_gpu else _packed(module, module is model.get_output_embeddings())
+            multiply = _in_blocks(module) if on_gpu else _packed(module, module is head)
             module.forward = _product(module, multiply)  # type: ignore[method-assign, assignment]
     original, dtypes = model.forward, _dtypes(model)
 
@@ -96,7 +101,7 @@ def install(model: PreTrainedModel) -> PreTrainedModel:
         return output
 
     model.forward = forward
-    return model
+    return wrapped
 
 
 def check_precision(model: PreTrainedModel) -> None:
