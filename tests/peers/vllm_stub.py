@@ -24,7 +24,7 @@ import httpx
 import pytest
 
 REFUSALS = re.compile(
-    r"[^\n]*(?:not supported by this server|isn't offered by this server|isn't served|tool calls are left in the text"
+    r"[^\n]*(?:not supported by this server|isn't offered by this server|isn't served|is no query parameter of"
     r"|runs text-only models|are disabled\. Restart|greater than max allowed|: must be .* here, got)[^\n]*"
 )
 # Of the launch: a CPU's dtype, and a cache that leaves room for neighbours.
@@ -84,6 +84,7 @@ def get_open_port() -> int:
 KNOWN: dict[str, Any] = {
     "vllm.config.ModelConfig": ModelConfig,
     "vllm.exceptions.VLLMValidationError": type("VLLMValidationError", (ValueError,), {}),
+    "vllm.platforms.current_platform": types.SimpleNamespace(is_cuda_alike=lambda: False),
     "vllm.tokenizers.get_tokenizer": get_tokenizer,
     "vllm.utils.network_utils.get_open_port": get_open_port,
     "vllm.version.__version__": "0.33.0",

@@ -4,7 +4,10 @@
 
 FOLDER keeps vLLM's source package, which is fetched from PyPI, and what its tests import beside our own environment.
 FILEs are paths below vLLM's `tests/entrypoints`; without any, those of the list below. Only the server fixture and the
-model's name are exchanged (vllm_stub.py). Takes tens of minutes.
+model's name are exchanged (vllm_stub.py). Takes an hour; $PEERS_FILE_SECONDS (1800) is the most that one file may.
+
+What is expected is in tests/data/vllm_outcomes.json: each test's outcome, and why it doesn't pass. A run prints what
+differs, and with `--record` writes down what it found; a test whose outcome is as before keeps its reason.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -22,6 +26,9 @@ from rollout.demo.model import fetch_smollm2
 from tests.peers.vllm_source import source
 
 ROOT = Path(__file__).parents[2]
+EXPECTED = ROOT / "tests" / "data" / "vllm_outcomes.json"
+Outcomes = dict[str, tuple[str, str]]
+"""Test → passed, refused (by a clear word), inapplicable or failed, and why."""
 
 FILES = [
     "anthropic/test_messages.py",
@@ -61,7 +68,7 @@ FILES = [
     "serve/tokenize/test_tokenization.py",
 ]
 # Those that define what others import, taken along.
-_HELPERS = ["rl/conftest.py", "scale_out/derender/utils.py"]
+_HELPERS = ["conftest.py", "rl/conftest.py", "scale_out/derender/utils.py"]
 _NEEDED = ["pytest-asyncio", "pybase64"]
 _MODEL = re.compile(r'^(MODEL(?:_NAME)?) = (?:os\.environ\.get\("VLLM_TEST_MODEL", )?"[^"]+"\)?', re.M)
 _MODEL_OF_TEXT = re.compile(r'"text": "[\w.-]+/[\w.-]+"|model_name = "[\w.-]+/[\w.-]+"')
@@ -100,34 +107,68 @@ def _renamed(found: str, model: Path) -> str:
     return f'"text": "{model}"' if found.startswith('"text"') else f'"{model}"'
 
 
-def run(work: Path, files: list[str]) -> list[dict[str, str]]:
+def run(work: Path, files: list[str], model: Path) -> Outcomes:
     """The outcome of each test."""
-    report = work / "report.jsonl"
+    report, most = work / "report.jsonl", float(os.environ.get("PEERS_FILE_SECONDS", "1800"))
     paths = [str(work), str(work.parent / "site"), str(ROOT)]
     environment = {"PYTHONPATH": os.pathsep.join(paths), "PEERS_REPORT": str(report), "OMP_NUM_THREADS": "1"}
     options = ["-q", "--timeout", "600", "-p", "no:cacheprovider"]
     options += ["-p", "vllm_stub", "-c", os.devnull, "--rootdir", str(work)]
     options += ["--tb", "short", "-W", "ignore"]
+    found: Outcomes = {}
     for file in files:  # a process each: a module that breaks breaks no other
+        report.write_text("")
         line = [sys.executable, "-m", "pytest", *options, f"tests/entrypoints/{file}"]
         with (work / "pytest.log").open("a") as log:
-            subprocess.run(line, cwd=work, env={**os.environ, **environment}, stdout=log, stderr=log, check=False)
-        done = [json.loads(line) for line in report.read_text().splitlines()] if report.exists() else []
-        counts = Counter(one["kind"] for one in done if one["test"].startswith(f"tests/entrypoints/{file}"))
-        print(f"{file}: {dict(counts)}", file=sys.stderr, flush=True)
-    return [json.loads(line) for line in report.read_text().splitlines()]
+            process = subprocess.Popen(
+                line, cwd=work, env={**os.environ, **environment}, stdout=log, stderr=log, start_new_session=True
+            )
+            try:
+                process.wait(most)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # and its server
+                process.wait()
+        told = [json.loads(line) for line in report.read_text().splitlines()]
+        outcomes = {named(one["test"], model): (one["kind"], one["why"]) for one in told}
+        if process.returncode == -signal.SIGKILL:
+            outcomes[file] = ("failed", f"the file took more than {most:g} s: the rest of it wasn't run")
+        print(f"{file}: {counted(outcomes)}", file=sys.stderr, flush=True)
+        found |= outcomes
+    return found
 
 
-def main(folder: Path, files: list[str]) -> None:
-    """Run, and print each test that doesn't pass with its reason, then the counts."""
-    work = prepare(folder.resolve(), files, fetch_smollm2())
-    outcomes = run(work, files)
+def named(test: str, model: Path) -> str:
+    """The test's name, the same on every machine."""
+    return test.removeprefix("tests/entrypoints/").replace(str(model), "MODEL")
+
+
+def counted(outcomes: Outcomes) -> dict[str, int]:
+    """How many there are of each kind."""
+    return dict(Counter(kind for kind, _ in outcomes.values()))
+
+
+def main(folder: Path, files: list[str], *, record: bool) -> None:
+    """Run, and print each test that doesn't pass with its reason, what isn't as expected, and the counts."""
+    model = fetch_smollm2()
+    expected: Outcomes = {test: (kind, why) for test, (kind, why) in json.loads(EXPECTED.read_text()).items()}
+    found = run(prepare(folder.resolve(), files, model), files, model)
+    for test, (kind, why) in found.items():
+        if expected.get(test, ("", ""))[0] == kind:
+            found[test] = expected[test]
+        elif test in expected:
+            print(f"changed: {test}: {expected[test][0]} before, now {kind}: {why}")
+        else:
+            print(f"new: {test}: {kind}: {why}")
     for kind in ("failed", "refused", "inapplicable"):
-        for one in outcomes:
-            if one["kind"] == kind:
-                print(f"{kind}: {one['test'].removeprefix('tests/entrypoints/')}: {one['why']}")
-    print(dict(Counter(one["kind"] for one in outcomes)))
+        for test, (its, why) in found.items():
+            if its == kind:
+                print(f"{kind}: {test}: {why}")
+    print(counted(found))
+    if record:
+        others = {test: told for test, told in expected.items() if test.partition("::")[0] not in files}
+        EXPECTED.write_text(json.dumps(others | found, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] or FILES)
+    given = [argument for argument in sys.argv[1:] if argument != "--record"]
+    main(Path(given[0]), given[1:] or FILES, record="--record" in sys.argv)
