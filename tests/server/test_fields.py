@@ -94,7 +94,7 @@ def test_what_would_change_the_answer_is_refused_by_name(client: httpx.Client, p
 
 def test_within_sampling_params_too(client: httpx.Client) -> None:
     path = "/inference/v1/generate"
-    for name in REFUSED.keys() - {"structured_outputs"}:  # which is served there
+    for name in REFUSED.keys() - {"structured_outputs", "routed_experts_prompt_start"}:  # which are served there
         params = {"max_tokens": 2, name: {"no": "harmless value"}}
         status, param, _ = refusal(client.post(path, json={"token_ids": [97], "sampling_params": params}))
         assert (status, param) == (400, f"sampling_params.{name}")
@@ -102,6 +102,52 @@ def test_within_sampling_params_too(client: httpx.Client) -> None:
     answer = client.post(path, json={"token_ids": [97], "sampling_params": {"max_tokens": 2, "new": 1, **quiet}})
     assert ok(answer)["choices"][0]["token_ids"] == [98, 99]
     assert answer.headers["x-ignored-parameters"] == "sampling_params.new"
+
+
+ASKED: dict[str, Any] = {
+    "structured_outputs": {"choice": ["a"]},
+    "routed_experts_prompt_start": 1,
+    "prompt_logprob_token_ids": [5],
+    "prompt_logprob_start": 1,
+    "output_config": {"effort": "low"},
+    "thinking_token_budget": 9,
+    "repetition_detection": {"max_pattern_size": 3},
+    "vllm_xargs": {"scale": 2},
+    "logits_processors": ["p"],
+    "regex": "a+",
+    "guided_json": {"type": "object"},
+    "guided_regex": "a+",
+    "guided_choice": ["a"],
+    "guided_grammar": "start: A",
+    "guided_whitespace_pattern": " ",
+    "guided_decoding_backend": "xgrammar",
+    "return_prompt_text": True,
+    "return_token_offsets": True,
+    "session_id": "s",
+}
+SERVED: dict[str, list[int]] = {  # by which of the dialects below
+    "routed_experts_prompt_start": [0, 1, 2],
+    "output_config": [2],
+    "return_prompt_text": [0],
+    "session_id": [0, 1, 2, 3, 4],
+    "guided_decoding_backend": [0, 1, 2, 3],  # has no effect
+}
+FLAT = [*DIALECTS, ("/generate", {"input_ids": [97], "sampling_params": {"max_new_tokens": 2}})]
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_was_once_dropped_silently_is_served_or_named(client: httpx.Client, name: str) -> None:
+    for place, (path, body) in enumerate(FLAT[:4] if name == "vllm_xargs" else FLAT):
+        answer = client.post(path, json=body | {name: ASKED[name]})
+        if place in SERVED.get(name, []):
+            assert answer.status_code == 200, (path, answer.text)
+            assert "x-ignored-parameters" not in answer.headers, path
+        elif answer.status_code == 200:
+            assert name in answer.headers["x-ignored-parameters"], path
+            # What would change no token, or what isn't of SGLang's, whose servers ignore what they don't know.
+            assert name.startswith("return_") or path == "/generate", path
+        else:
+            assert refusal(answer)[:2] == (400, name), path
 
 
 @pytest.mark.parametrize(("path", "body"), DIALECTS, ids=[path for path, _ in DIALECTS])

@@ -52,7 +52,7 @@ _ALWAYS_RENDERED = (
 async def render_chat_completion(body: ChatCompletionRequest, request: Request, server: ServerDep) -> Response:
     """The body for /inference/v1/generate that stands for this chat."""
     (rendered,) = await _rendered(server, body, request.headers)
-    return _json(encode_json(rendered), server.ignored_header(body.ignored))
+    return _json(encode_json(rendered), _ignored(server, body))
 
 
 @router.post("/v1/completions/render")
@@ -61,7 +61,11 @@ async def render_completion(body: CompletionRequest, request: Request, server: S
     if body.echo:
         raise ParameterError("echo can't be rendered: /inference/v1/generate answers with what is new.", "echo")
     rendered = await _rendered(server, body, request.headers)
-    return _json(encode_json(rendered), server.ignored_header(body.ignored))
+    return _json(encode_json(rendered), _ignored(server, body))
+
+
+def _ignored(server: ServerContext, body: OpenAIRequest) -> dict[str, str]:
+    return server.ignored_header([name for name in body.ignored if name != "return_token_offsets"])
 
 
 async def _rendered(server: ServerContext, body: OpenAIRequest, headers: Headers) -> list[RenderedRequest]:

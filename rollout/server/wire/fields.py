@@ -67,6 +67,7 @@ REFUSED: dict[str, Refusal] = {
     "repetition_detection": Refusal("nothing ends a choice that repeats itself: send stop, or a repetition_penalty"),
     "response_format": Refusal(_GRAMMAR, ({"type": "text"},)),
     "return_hidden_states": Refusal("hidden states don't leave the engine", (False,)),
+    "routed_experts_prompt_start": Refusal("send it within sampling_params", (0,)),
     "stop_regex": Refusal("stop strings are plain: send stop"),
     "structural_tag": Refusal(_GRAMMAR),
     "structured_outputs": Refusal("send it within sampling_params"),

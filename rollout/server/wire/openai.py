@@ -42,6 +42,11 @@ class OpenAIRequest(_Shared):  # type: ignore[misc]  # the base is made from Sam
     return_tokens_as_token_ids: bool | None = None
     return_token_offsets: bool | None = None
 
+    @property
+    def ignored(self) -> list[str]:
+        """As the base class; also a field that only render reads."""
+        return [*super().ignored, *(["return_token_offsets"] if self.return_token_offsets else [])]
+
     def check(self) -> None:
         """Raise ParameterError, naming the field, for what isn't served and for fields that don't go together."""
         super().check()
