@@ -138,6 +138,9 @@ CHUNK = {"request_id": "r", "choices": [{"token_ids": [97]}]}
         (f"{CHAT}/derender", {"stream": True, "generate_chunk": {**CHUNK, "choices": CHUNK["choices"] * 2}}, "got 2"),
         (f"{COMPLETIONS}/derender", {"generate_responses": []}, "at least 1"),
         (f"{COMPLETIONS}/derender", {"generate_responses": [CHUNK], "prompt_tokens": [1, 2]}, "got 2 for 1"),
+        (f"{COMPLETIONS}/derender", {"generate_responses": [CHUNK], "prompt_token_ids": [[1], [2]]}, "got 2 for 1"),
+        (f"{COMPLETIONS}/derender", {"generate_responses": [CHUNK], "prompt_token_ids": [[2**40]]}, "vocabulary"),
+        (f"{COMPLETIONS}/derender", {"stream": True, "generate_chunk": CHUNK, "prompt_token_ids": [2**40]}, "vocab"),
         (
             f"{CHAT}/derender",
             {"generate_response": {**CHUNK, "choices": [{"token_ids": [97], "logprobs": {"content": []}}]}},
@@ -191,6 +194,21 @@ STOPS = st.sampled_from([[], ["ab"], ["a", "éa"], ["\ufffd"], ["你", "the"]])
 
 def derenderer(vocabulary: Vocabulary) -> Derenderer:
     return Derenderer(ServerConfig(), "smol", vocabulary, eos_token_ids=[98])
+
+
+def test_the_prompts_ids_say_whether_a_completion_begins_with_a_space() -> None:
+    vocabulary = VOCABULARIES[1]
+    hi, the = vocabulary.tokenizer.convert_tokens_to_ids(["▁Hi", "▁the"])
+    whole = {"request_id": "r", "choices": [{"token_ids": [the], "finish_reason": "length"}]}
+    for ids, text in ((None, "the"), ([[hi]], " the"), ([None], "the")):
+        body = DerenderCompletionRequest(generate_responses=[whole], prompt_token_ids=ids)
+        made = derenderer(vocabulary).completion(body)
+        assert made.choices[0].text == text
+        assert made.usage.prompt_tokens == (1 if text == " the" else 0)
+        prompt = ids[0] if ids else None
+        chunked = DerenderCompletionStreamRequest(stream=True, generate_chunk=whole, prompt_token_ids=prompt)
+        chunk, _ = derenderer(vocabulary).completion_chunk(chunked)
+        assert chunk.choices[0].text == text
 
 
 def chunks_of(data: st.DataObject, ids: list[int]) -> list[list[int]]:

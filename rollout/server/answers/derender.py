@@ -53,12 +53,13 @@ class Derenderer:
         """The answer of /v1/completions that these ids make."""
         request, responses = body.completion_request or _ANY_COMPLETION, body.generate_responses
         counts: Sequence[int | None] = body.prompt_tokens or [None] * len(responses)
-        if len(counts) != len(responses):
-            raise ParameterError(
-                f"prompt_tokens must have one count a response, got {len(counts)} for {len(responses)}.",
-                "prompt_tokens",
-            )
-        answers = [self._answer(response, None, count) for response, count in zip(responses, counts, strict=True)]
+        prompts: Sequence[Sequence[int] | None] = body.prompt_token_ids or [None] * len(responses)
+        for name, given in (("prompt_tokens", counts), ("prompt_token_ids", prompts)):
+            if len(given) != len(responses):
+                raise ParameterError(
+                    f"{name} must have one entry a response, got {len(given)} for {len(responses)}.", name
+                )
+        answers = [self._answer(*of) for of in zip(responses, prompts, counts, strict=True)]
         choices: list[tuple[Answer, Delta]] = []
         for answer, response in zip(answers, responses, strict=True):
             choices += self._whole(request, answer, response, first_index=len(choices))
@@ -90,7 +91,7 @@ class Derenderer:
     def completion_chunk(self, body: DerenderCompletionStreamRequest) -> tuple[CompletionChunk, DerenderStreamState]:
         """The chunk of a streamed completion, and the state for the choice's next one."""
         request, generated = body.completion_request or _ANY_COMPLETION, body.generate_chunk
-        answer = self._answer(generated, None, body.prompt_tokens)
+        answer = self._answer(generated, body.prompt_token_ids, body.prompt_tokens)
         writer = CompletionWriter(request, self.config, [answer])
         chunk, state = writer.envelope([]), _state(body.stream_state, answer)
         if (choice := _only_choice(generated)) is not None:

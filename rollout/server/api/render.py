@@ -111,6 +111,9 @@ async def derender_completion(
     body: DerenderCompletionRequest | DerenderCompletionStreamRequest, server: ServerDep
 ) -> Response:
     """The answer to a completion that generated ids make; with `stream`, one chunk of it."""
+    prompts = [body.prompt_token_ids] if isinstance(body, DerenderCompletionStreamRequest) else body.prompt_token_ids
+    for prompt in prompts or ():
+        check_vocabulary(server.model, prompt or [])
     if isinstance(body, DerenderCompletionStreamRequest):
         _check_state(server, body.stream_state)
         derenderer = await _derenderer(server, [body.generate_chunk], body.model)

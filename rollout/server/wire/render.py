@@ -142,6 +142,7 @@ class DerenderCompletionRequest(BaseModel):
     model: Text | None = None
     generate_responses: Annotated[Each[GenerateTokensResponse], Field(min_length=1)]
     prompt_tokens: Each[int] | None = None
+    prompt_token_ids: Each[TokenIds | None] | None = None
     completion_request: CompletionRequest | None = None
 
 
@@ -153,6 +154,7 @@ class DerenderCompletionStreamRequest(BaseModel):
     generate_chunk: GenerateTokensResponse
     stream_state: DerenderStreamState | None = None
     prompt_tokens: int | None = None
+    prompt_token_ids: TokenIds | None = None
     completion_request: CompletionRequest | None = None
 
 
