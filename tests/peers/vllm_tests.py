@@ -69,7 +69,7 @@ FILES = [
 ]
 # Those that define what others import, taken along.
 _HELPERS = ["conftest.py", "rl/conftest.py", "scale_out/derender/utils.py"]
-_NEEDED = ["pytest-asyncio", "pybase64"]
+_NEEDED = ["pytest-asyncio", "pybase64", "orjson"]
 _MODEL = re.compile(r'^(MODEL(?:_NAME)?) = (?:os\.environ\.get\("VLLM_TEST_MODEL", )?"[^"]+"\)?', re.M)
 _MODEL_OF_TEXT = re.compile(r'"text": "[\w.-]+/[\w.-]+"|model_name = "[\w.-]+/[\w.-]+"')
 _LAUNCH = 'sys.executable,\n        "-m",\n        "vllm.entrypoints.openai.api_server",'

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from rollout.config import ServerConfig
 from rollout.server.answers.derender import Derenderer
 from rollout.server.text.detokenizer import Vocabulary
+from rollout.server.wire.chat import ChatCompletionRequest
 from rollout.server.wire.completions import CompletionRequest
 from rollout.server.wire.render import (
+    DerenderChatRequest,
     DerenderChatStreamRequest,
     DerenderCompletionRequest,
     DerenderCompletionStreamRequest,
@@ -244,6 +246,45 @@ def test_any_chunking_derenders_to_the_text_of_the_whole(
     assert text == expected.choices[0].text
     if not stop and vocabulary is VOCABULARIES[0]:
         assert text == vocabulary.tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+PARSING = ServerConfig(enable_auto_tool_choice=True, tool_call_parser="hermes", reasoning_parser="qwen3")
+CALLS = [f'<tool_call>{{"name": "{name}", "arguments": {{"a": "é"}}}}</tool_call>' for name in ("f", "g")]
+SAID = st.lists(st.sampled_from(["<think>", "</think>", "hm", " ", *CALLS, "<tool_call>", "b"]), max_size=7)
+
+
+@given(st.data(), SAID, st.sampled_from(["", "<think>", "</think>\n"]))
+def test_any_chunking_of_a_chat_has_the_parts_of_the_whole(data: st.DataObject, said: list[str], prompt: str) -> None:
+    ids = [*"".join(said).encode()]
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "a"}], tools=tools)
+    reader = Derenderer(PARSING, "smol", VOCABULARIES[0], eos_token_ids=[])
+
+    def generated(piece: list[int], finish_reason: str | None) -> dict[str, Any]:
+        return {"request_id": "r", "choices": [{"token_ids": piece, "finish_reason": finish_reason}]}
+
+    call = {"generate_response": generated(ids, "stop"), "chat_request": request}
+    call["prompt_token_ids"] = [*prompt.encode()]
+    (whole,) = reader.chat(DerenderChatRequest.model_validate(call)).choices
+    state: dict[str, Any] | None = None
+    told: dict[str, Any] = {"reasoning": "", "content": "", "calls": []}
+    pieces = chunks_of(data, ids)
+    for number, piece in enumerate(pieces):
+        chunk = generated(piece, "stop" if number == len(pieces) - 1 else None)
+        call = {"stream": True, "generate_chunk": chunk, "stream_state": state, "chat_request": request}
+        call["prompt_token_ids"] = None if state else [*prompt.encode()]
+        made, after = reader.chat_chunk(DerenderChatStreamRequest.model_validate(call))
+        delta = made.choices[0].delta
+        told["reasoning"] += delta.reasoning or ""
+        told["content"] += delta.content or ""
+        told["calls"] += [(one.index, one.function.name, one.function.arguments) for one in delta.tool_calls or ()]
+        state = json.loads(after.model_dump_json())
+    message = whole.message
+    assert told["reasoning"] == (message.reasoning or "")
+    assert told["content"] == (message.content or "")
+    calls = enumerate(message.tool_calls or ())
+    assert told["calls"] == [(index, one.function.name, one.function.arguments) for index, one in calls]
+    assert made.choices[0].finish_reason == whole.finish_reason
 
 
 UNITS = [[97], [*"é".encode()], [*"😀".encode()], [256, 257, 258], [259], [260]]

@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from rollout.config import ServerConfig
 from rollout.outputs import FinishReason, TokenLogprob
-from rollout.sampling.params import ParameterError
+from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.text.detokenizer import TextReader, Vocabulary
 from rollout.server.wire.answer import Answer, Delta, Usage
 from rollout.server.wire.chat import ChatChunk, ChatCompletionRequest, ChatResponse, ChatWriter
@@ -74,9 +74,12 @@ class Derenderer:
         """The chunk of a streamed chat, and the state for the choice's next one. The first has the role."""
         request, generated = body.chat_request or _ANY_CHAT, body.generate_chunk
         answer = self._answer(generated, body.prompt_token_ids, body.prompt_tokens)
-        writer = ChatWriter(request, self.config, [answer], parses=False)  # the state holds no part of a call
-        chunk, state = writer.envelope([]), _state(body.stream_state, answer)
+        state = _state(body.stream_state, answer)
+        writer = ChatWriter(request, self.config, [answer], state.began)
+        chunk = writer.envelope([])
         if (choice := _only_choice(generated)) is not None:
+            if state.said:
+                writer.parts.read(answer, Delta(choice.index, [], state.said))
             delta, after = self._next_delta(request, choice, state)
             made = writer.chunk_choice(answer, delta)
             made.stop_reason = choice.stop_reason
@@ -84,7 +87,8 @@ class Derenderer:
                 made.delta.role = "assistant"
                 chunk.prompt_token_ids = writer.prompt_ids(answer) if request.return_token_ids else UNSET
             chunk.choices.append(made)
-            state = after.model_copy(update={"role_sent": True})
+            said = state.said + (delta.text or "") if writer.parts.parses else ""
+            state = after.model_copy(update={"role_sent": True, "said": said, "began": writer.parts.began})
         chunk.usage = _stated_usage(generated, body.prompt_tokens)
         return chunk, state
 
@@ -125,7 +129,7 @@ class Derenderer:
     ) -> list[tuple[Answer, Delta]]:
         """The choices, numbered from `first_index` on where it is given."""
         found = []
-        params = request.to_sampling_params()
+        params = self._params(request)
         for number, choice in enumerate(response.choices):
             delta = self._read(TextReader(self.vocabulary, answer.prompt_token_ids, params), choice)
             if first_index is not None:
@@ -133,11 +137,16 @@ class Derenderer:
             found.append((answer, delta))
         return found
 
+    def _params(self, request: ChatCompletionRequest | CompletionRequest) -> SamplingParams:
+        params = request.to_sampling_params()
+        request.adapt(params, self.config)
+        return params
+
     def _next_delta(
         self, request: ChatCompletionRequest | CompletionRequest, choice: GeneratedChoice, state: DerenderStreamState
     ) -> tuple[Delta, DerenderStreamState]:
         """What the chunk adds, and the state after it. A new reader goes on where the last one was."""
-        asked = request.to_sampling_params()
+        asked = self._params(request)
         params = replace(asked, min_tokens=max(0, asked.min_tokens - state.num_tokens))
         reader = TextReader(
             self.vocabulary, state.context, params, read=state.token_ids, tail=state.tail, length=state.text_offset

@@ -12,9 +12,10 @@ from rollout.server.text.detokenizer import Vocabulary
 _MARK_TOKENS = 16  # more than any mark has, and white space after it
 
 
-def reasoning_state(
-    vocabulary: Vocabulary | None, prompt: Sequence[int], format: ReasoningFormat
-) -> Literal["begun", "ended", "open"]:
+ReasoningState = Literal["begun", "ended", "open"]
+
+
+def reasoning_state(vocabulary: Vocabulary | None, prompt: Sequence[int], format: ReasoningFormat) -> ReasoningState:
     """Whether the answer to this prompt begins within its reasoning, or has it behind itself; open: it may begin it.
 
     The prompt's text says so that ends with a mark, but for white space.

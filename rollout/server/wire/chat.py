@@ -18,6 +18,7 @@ from rollout.server.errors import ErrorBody
 from rollout.server.latency import RequestTiming
 from rollout.server.text.call_formats import ToolCall, tools_by_name
 from rollout.server.text.calls import Part
+from rollout.server.text.thinking import ReasoningState
 from rollout.server.wire.answer import Answer, Delta, Usage
 from rollout.server.wire.body import ChatFields, Prompt
 from rollout.server.wire.logprobs import PromptLogprobs, TextLogprobs, text_logprobs
@@ -212,19 +213,23 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
     event_kinds = (ChatChunk, ErrorBody)
 
     def __init__(
-        self, body: ChatCompletionRequest, config: ServerConfig, answers: Sequence[Answer], *, parses: bool = True
+        self,
+        body: ChatCompletionRequest,
+        config: ServerConfig,
+        answers: Sequence[Answer],
+        began: ReasoningState | None = None,
     ) -> None:
         super().__init__(body, config, answers)
         self._begun: set[int] = set()
-        self._parts = PartReader(body, config, parses=parses)
+        self.parts = PartReader(body, config, began)
 
     def _finish_reason(self, delta: Delta) -> str | None:
         """As OpenAI has it; a call that was asked for by name is none of them there."""
-        by_call = delta.index in self._parts.called and self.body.named_tool is None
+        by_call = delta.index in self.parts.called and self.body.named_tool is None
         return "tool_calls" if by_call and delta.finish_reason == FinishReason.STOP else delta.finish_reason
 
     def _message(self, answer: Answer, delta: Delta) -> AssistantMessage:
-        part = self._parts.read(answer, delta)
+        part = self.parts.read(answer, delta)
         if self.body.named_tool is not None and not all(map(_is_whole, part.calls)):
             part = Part(part.reasoning, part.calls[0].arguments)
         message = AssistantMessage(content=self.body.echoed + part.content)
@@ -271,7 +276,7 @@ class ChatWriter(OpenAIWriter[ChatCompletionRequest]):
 
     def chunk_choice(self, answer: Answer, delta: Delta) -> ChatChunkChoice:
         """What is new of a choice."""
-        part = self._parts.read(answer, delta)
+        part = self.parts.read(answer, delta)
         message = MessageDelta(content=part.content)
         if part.reasoning:
             message.reasoning = message.reasoning_content = part.reasoning

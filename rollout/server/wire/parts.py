@@ -15,7 +15,7 @@ from rollout.server.text.call_formats import (
     calls_schema,
 )
 from rollout.server.text.calls import AnswerReader, Part
-from rollout.server.text.thinking import reasoning_state
+from rollout.server.text.thinking import ReasoningState, reasoning_state
 from rollout.server.wire.answer import Answer, Delta
 from rollout.server.wire.openai import ChatLogprobs, OpenAIRequest
 
@@ -90,14 +90,17 @@ class ChatRequest(ChatLogprobs, OpenAIRequest):
 
 
 class PartReader:
-    """The parts of an answer's choices. Without `parses`, and where there is nothing to look for, all is content."""
+    """The parts of an answer's choices. Where there is nothing to look for, all is content. `began` is how the answer
+    stands to its reasoning at its start, where the prompt isn't there to say so."""
 
-    def __init__(self, body: ChatRequest, config: ServerConfig, *, parses: bool = True) -> None:
+    def __init__(self, body: ChatRequest, config: ServerConfig, began: ReasoningState | None = None) -> None:
         self.called: set[int] = set()
         """The choices that have called a tool."""
         self._body, self._config = body, config
         self._readers: dict[int, AnswerReader] = {}
-        self.parses = parses and bool(config.reasoning_parser or body.call_format(config) or body.forced)
+        self._format = REASONING_FORMATS.get(config.reasoning_parser or "")
+        self.began = began
+        self.parses = bool(self._format or body.call_format(config) or body.forced)
 
     def read(self, answer: Answer, delta: Delta) -> Part:
         """The parts of what is new of a choice."""
@@ -105,16 +108,15 @@ class PartReader:
             return Part(content=delta.text or "")
         reader = self._readers.get(delta.index)
         if reader is None:
-            reasoning, state = REASONING_FORMATS.get(self._config.reasoning_parser or ""), ""
-            if reasoning is not None:
-                state = reasoning_state(answer.vocabulary, answer.prompt_token_ids, reasoning)
+            if self.began is None and self._format is not None:
+                self.began = reasoning_state(answer.vocabulary, answer.prompt_token_ids, self._format)
             reader = self._readers[delta.index] = AnswerReader(
                 calls=self._body.call_format(self._config),
-                reasoning=None if state == "ended" else reasoning,
+                reasoning=None if self.began == "ended" else self._format,
                 tools=self._body.functions,
                 required=self._body.must_call,
                 named=self._body.named_tool,
-                begun=state == "begun",
+                begun=self.began == "begun",
             )
         part = reader.take(delta.text or "")
         if delta.finish_reason is not None:

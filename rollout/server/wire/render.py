@@ -12,6 +12,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.outputs import FinishReason
+from rollout.server.text.thinking import ReasoningState
 from rollout.server.wire.body import Each, Text, TokenId, TokenIds
 from rollout.server.wire.chat import ChatChunk, ChatCompletionRequest
 from rollout.server.wire.completions import CompletionChunk, CompletionRequest
@@ -110,6 +111,8 @@ class DerenderStreamState(BaseModel):
     num_tokens: Annotated[int, Field(ge=0)] = 0
     text_offset: Annotated[int, Field(ge=0)] = 0  # where the next token starts in the text
     role_sent: bool = False
+    said: Text = ""  # where calls or reasoning are looked for: all of the choice's text, which is read anew
+    began: ReasoningState | None = None  # and whether it began within reasoning
 
 
 class DerenderChatRequest(BaseModel):
