@@ -9,15 +9,22 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rollout.config import EngineConfig
-from rollout.engine.scheduler import ScheduledSequence, Scheduler
-from rollout.lora.folder import read_adapter, write_adapter
+from rollout.engine.request import ScheduledSequence
+from rollout.engine.scheduler import Scheduler
+from rollout.lora.folder import parse_config, read_adapter, write_adapter
 from rollout.lora.layers import Adapter, LoraLayers
+from rollout.lora.peft_config import PeftConfig
+from rollout.lora.staging import AdapterStaging
 from rollout.messages import AddRequest
 from rollout.model.runner import ModelRunner
 from rollout.outputs import TokenOutput
 from rollout.sampling.sampler import end_without_token
+from rollout.weights.bodies import StartBody
 from rollout.weights.errors import WeightUpdateError, as_update_error
+from rollout.weights.store import WeightStore
 
 _MOST_LOADS = 4
 """Loads at once: each may hang in a disk until its timeout."""
@@ -39,8 +46,8 @@ class Adapters:
     the engine's thread.
     """
 
-    def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler) -> None:
-        scheduler.max_loras = config.max_loras
+    def __init__(self, config: EngineConfig, runner: ModelRunner, scheduler: Scheduler, store: WeightStore) -> None:
+        scheduler.max_loras, store.stage_adapter = config.max_loras, self._stage_push
         self._config, self._runner = config, runner
         self.layers = LoraLayers(runner.model, exact=config.batch_invariant)
         self._embed_scale = self.layers.embed_scale(runner.model)
@@ -111,17 +118,19 @@ class Adapters:
         threading.Thread(target=self._read, args=arguments, name="adapter-load", daemon=True).start()
 
     def _read(self, label: str, path: str, keep_in: str | None, answer: Future[dict[str, Any]]) -> None:
-        try:
-            staging = read_adapter(
-                path,
-                self.layers,
-                max_rank=self._config.max_lora_rank,
-                embed_scale=self._embed_scale,
-                timeout_s=self._config.weight_update_timeout_s,
-            )
+        made: list[Adapter] = []
+
+        def make(staging: AdapterStaging) -> None:
             if keep_in is not None:
                 write_adapter(staging, Path(keep_in))
-            adapter = staging.make(label)
+            made.append(staging.make())
+
+        try:
+            read_adapter(
+                path,
+                lambda peft: self._staging(label, peft, made=make),
+                timeout_s=self._config.weight_update_timeout_s,
+            )
         except Exception as error:
             with self._lock:
                 self._loading.discard(label)
@@ -130,8 +139,27 @@ class Adapters:
         with self._lock:
             if label in self._loading:  # else it was dropped meanwhile
                 self._loading.discard(label)
-                self._staged[label] = adapter
-        answer.set_result({"label": label, "bytes": adapter.nbytes})
+                self._staged[label] = made[0]
+        answer.set_result({"label": label, "bytes": made[0].nbytes})
+
+    def _staging(self, label: str, peft: PeftConfig, **more: Any) -> AdapterStaging:
+        rank = self._config.max_lora_rank
+        return AdapterStaging(label, self.layers, peft, max_rank=rank, embed_scale=self._embed_scale, **more)
+
+    def _stage_push(self, body: StartBody) -> AdapterStaging:
+        """Where the adapter that a trainer's update brings is received. Raises WeightUpdateError 400."""
+        label, made = body.adapter, dict[str, Adapter]()
+        assert label is not None
+        if label in self._loaded:
+            raise WeightUpdateError(409, f"adapter {label} is here already")
+
+        def make(staging: AdapterStaging) -> None:
+            if body.keep_in is not None:
+                write_adapter(staging, Path(body.keep_in))
+            made[label] = staging.make()
+
+        config = parse_config(msgspec.json.encode(body.lora_config))
+        return self._staging(label, config, verify=body.verify, made=make, enter=lambda _: self._loaded.update(made))
 
     def _commit(self, params: dict[str, Any], answer: Future[dict[str, Any]]) -> None:
         label = params["label"]

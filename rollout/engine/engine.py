@@ -117,7 +117,7 @@ class Engine:
             max_head_rows=self.runner.max_head_rows,
             by_priority=config.scheduling_policy == "priority",
         )
-        self.adapters = Adapters(config, self.runner, self.scheduler) if config.enable_lora else None
+        self.adapters = Adapters(config, self.runner, self.scheduler, self.store) if config.enable_lora else None
         self.sleeper = Sleeper(self.runner, self.store, self.scheduler)
         self.sampler = Sampler(config.logprobs_mode, exact=config.batch_invariant)
         on_cuda = self.runner.device.type == "cuda" and self.team is None and self.runner.routing is None

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,11 @@ from rollout.fleet.client import EngineClient
 from rollout.fleet.errors import EngineError
 from rollout.folders import OwnedFolder
 
+Body = dict[str, Any]
+Send = Callable[[str, Body, float], Awaitable[Body]]
+
 _CALL_S = 60.0
+_MOST_NAME = 256
 MOST_NAMES = 1 << 16
 """Names whose last number is remembered, so that a label never names two things."""
 
@@ -62,6 +66,7 @@ class FleetAdapters:
         self._versions: dict[str, Version] = {}
         self._current: dict[str, Version] = {}
         self._leaving: dict[str, Version] = {}
+        self._pushed: dict[str, tuple[Version, frozenset[tuple[int, int]]]] = {}  # by update: one at most is open
 
     @property
     def current(self) -> list[Version]:
@@ -88,29 +93,69 @@ class FleetAdapters:
         """
         async with self._loading:
             await self._make_room()
-            if len(self._numbers) >= MOST_NAMES and name not in self._numbers:
-                raise EngineError(f"{MOST_NAMES} names of adapters were used: restart the server", status=503)
-            number = self._numbers[name] = self._numbers.get(name, 0) + 1
-            self._folder = self._folder or OwnedFolder("rollout-lora-")
-            version = Version(name, number, path, str(self._folder.path / str(next(self._clock))))
+            version = self._next(name, path)
             ranks = self._living()
-            prepared = {(rank, rank.starts) for rank in ranks}
+            prepared = _starts(ranks)
             bodies = [{"label": version.label, "path": path} for _ in ranks]
             bodies[0]["keep_in"] = version.copy
             try:
                 await _call(ranks, "load_adapter", bodies, timeout_s)
                 async with self._turn:  # no engine joins meanwhile, without it
-                    ranks = self._living()
-                    late = [rank for rank in ranks if (rank, rank.starts) not in prepared]
-                    again = {"label": version.label, "path": version.copy}
-                    await _call(late, "load_adapter", [again] * len(late), timeout_s)
+                    ranks = [rank for rank in self._living() if (rank.rank, rank.starts) in prepared]
                     await _call(ranks, "commit_adapter", [{"label": version.label}] * len(ranks), _CALL_S)
-                    version.used = next(self._clock)
-                    self._versions[version.label] = self._current[name] = version
+                    await self._enter(version, prepared)
             except BaseException:
                 await self._drop(version)
                 raise
             return version
+
+    async def call(self, method: str, params: Body, timeout_s: float, send: Send) -> Body:
+        """A weight call, answered by `send`; the update that it belongs to may bring an adapter.
+
+        Its start names it (`adapter`); a finish that has committed lets requests find it. Raises EngineError.
+        """
+        if method == "start_weight_update":
+            params = {key: value for key, value in params.items() if key != "keep_in"}
+            if (name := params.get("adapter")) is not None:
+                return await self._start(name, params, timeout_s, send)
+        answer = await send(method, params, timeout_s)
+        if method == "finish_weight_update" and not params.get("prepare"):
+            version, ranks = self._pushed.pop(str(answer.get("update_id")), (None, frozenset()))
+            if version is not None:
+                async with self._turn:
+                    await self._enter(version, ranks)
+        return answer
+
+    async def _start(self, name: object, params: Body, timeout_s: float, send: Send) -> Body:
+        if not isinstance(name, str) or not 0 < len(name) <= _MOST_NAME:
+            raise EngineError(f"adapter must be a name of 1 to {_MOST_NAME} characters", status=400, param="adapter")
+        async with self._loading:
+            await self._make_room()
+            version = self._next(name, "pushed")
+        ranks = _starts(self._living())
+        body = params | {"adapter": version.label, "keep_in": version.copy}
+        answer = await send("start_weight_update", body, timeout_s)
+        for abandoned, _ in self._pushed.values():
+            await self._drop(abandoned)
+        self._pushed = {str(answer["update_id"]): (version, ranks)}
+        return answer
+
+    def _next(self, name: str, root: str) -> Version:
+        """The next version of this name, with no more of it than its label."""
+        if len(self._numbers) >= MOST_NAMES and name not in self._numbers:
+            raise EngineError(f"{MOST_NAMES} names of adapters were used: restart the server", status=503)
+        number = self._numbers[name] = self._numbers.get(name, 0) + 1
+        self._folder = self._folder or OwnedFolder("rollout-lora-")
+        return Version(name, number, root, str(self._folder.path / str(next(self._clock))))
+
+    async def _enter(self, version: Version, ranks: frozenset[tuple[int, int]]) -> None:
+        """Let requests find a version that these engines have; the others are given it."""
+        late = [rank for rank in self._living() if (rank.rank, rank.starts) not in ranks]
+        body = {"label": version.label, "path": version.copy}
+        await _call(late, "load_adapter", [body] * len(late), _CALL_S)
+        await _call(late, "commit_adapter", [{"label": version.label}] * len(late), _CALL_S)
+        version.used = next(self._clock)
+        self._versions[version.label] = self._current[version.name] = version
 
     async def unload(self, name: str) -> None:
         """Forget this name, with all its versions. Requests that run on them go on. Raises EngineError 404."""
@@ -165,6 +210,10 @@ class FleetAdapters:
             asked = [rank.send_call("drop_adapter", body, timeout_s=_CALL_S) for rank in self._living()]
             await asyncio.gather(*asked, return_exceptions=True)
         await asyncio.to_thread(shutil.rmtree, version.copy, ignore_errors=True)
+
+
+def _starts(ranks: Sequence[EngineClient]) -> frozenset[tuple[int, int]]:
+    return frozenset((rank.rank, rank.starts) for rank in ranks)
 
 
 async def _call(ranks: Sequence[EngineClient], method: str, bodies: Sequence[dict[str, Any]], timeout_s: float) -> None:

@@ -259,7 +259,7 @@ class Fleet:
             except EngineError:
                 self._paused |= method == "resume" and before
                 raise
-        answer = await self._updates.call(method, params, timeout_s)
+        answer = await self.adapters.call(method, params, timeout_s, self._updates.call)
         if method in ("finish_weight_update", "update_weights"):
             self._router.forget()  # older weights' keys and values are no use to what comes now
         return answer

@@ -6,12 +6,16 @@ Read by `DiskTransport`: plain bounded reads on a thread, each of which ends by 
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 from safetensors.torch import save_file
 
-from rollout.lora.layers import LoraLayers
 from rollout.lora.peft_config import PeftConfig
 from rollout.lora.staging import AdapterStaging
 from rollout.weights.bodies import Announcement
@@ -22,15 +26,14 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _CONFIG_BYTES = 4 << 20
 
 
-def read_adapter(
-    path: str, layers: LoraLayers, *, max_rank: int, embed_scale: float, timeout_s: float
-) -> AdapterStaging:
-    """The adapter in this folder, whole and checked. Blocks, at most `timeout_s` for any one read.
+def read_adapter(path: str, stage: Callable[[PeftConfig], AdapterStaging], *, timeout_s: float) -> AdapterStaging:
+    """The adapter in this folder, whole and checked, in what `stage` makes for its configuration.
 
-    Raises WeightUpdateError: 404 where there is none, 400 where it can't be served, 503 where the disk hangs.
+    Blocks, at most `timeout_s` for any one read. Raises WeightUpdateError: 404 where there is none, 400 where it can't
+    be served, 503 where the disk hangs.
     """
     folder, disk = Path(path), DiskTransport(timeout_s)
-    staging = AdapterStaging(layers, _config(disk, folder), max_rank=max_rank, embed_scale=embed_scale)
+    staging = stage(_config(disk, folder))
     try:
         info = disk.describe(Announcement(path=str(folder / TENSORS)))
     except WeightUpdateError as error:
@@ -66,7 +69,16 @@ def parse_config(text: bytes) -> PeftConfig:
 
 
 def write_adapter(staging: AdapterStaging, folder: Path) -> None:
-    """Keep a checked adapter in a new folder, for an engine that needs it later. Raises OSError."""
-    folder.mkdir(parents=True, mode=0o700)
-    save_file(staging.tensors, folder / TENSORS)
-    (folder / CONFIG).write_bytes(msgspec.json.encode(staging.config))
+    """Keep a checked adapter in this folder, for an engine that needs it later; of several writers one is enough.
+
+    Raises OSError.
+    """
+    own = folder.with_name(f"{folder.name}.{os.getpid()}.{threading.get_ident()}")
+    own.mkdir(mode=0o700)
+    try:
+        save_file(staging.tensors, own / TENSORS)
+        (own / CONFIG).write_bytes(msgspec.json.encode(staging.config))
+        with contextlib.suppress(OSError):  # it is there already
+            own.rename(folder)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)

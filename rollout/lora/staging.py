@@ -30,12 +30,26 @@ _WHY = {
 class AdapterStaging(Staging):
     """The tensors of one adapter, under PEFT's names; made to an `Adapter` once they are all there.
 
-    Raises WeightUpdateError 400, naming every tensor at fault, for what fits no layer, has another shape or rank than
+    `made` is called, on the thread that received it, once it is checked; `enter` for its commit. Raises
+    WeightUpdateError 400, naming every tensor at fault, for what fits no layer, has another shape or rank than
     it should, more than `max_rank`, or isn't finite.
     """
 
-    def __init__(self, layers: LoraLayers, config: PeftConfig, *, max_rank: int, embed_scale: float) -> None:
+    def __init__(
+        self,
+        label: str,
+        layers: LoraLayers,
+        config: PeftConfig,
+        *,
+        max_rank: int,
+        embed_scale: float,
+        verify: bool = False,
+        made: Callable[[AdapterStaging], None] = lambda staging: None,
+        enter: Callable[[AdapterStaging], None] = lambda staging: None,
+    ) -> None:
         config.check()
+        self.adapter = label
+        self._made, self._enter = made, enter
         self.layers, self.config, self._max_rank, self._embed_scale = layers, config, max_rank, embed_scale
         if (most := max(config.ranks)) > max_rank:
             raise WeightUpdateError(400, f"LoRA rank {most} is greater than max_lora_rank {max_rank}.", "lora_path.r")
@@ -43,9 +57,8 @@ class AdapterStaging(Staging):
         self.in_place, self.replaces_invalid = False, False
         self.written = False
         self.tensors: dict[str, Tensor] = {}
-        self.adapter: Adapter | None = None
         self._found: dict[int, dict[str, str]] = {}
-        self._sums: dict[str, str] | None = {}
+        self._sums: dict[str, str] | None = {} if verify else None
         self._writing = threading.Lock()
         self._closed = False
 
@@ -153,7 +166,12 @@ class AdapterStaging(Staging):
         problems += [f"{name}: not every value is finite" for name, t in self.tensors.items() if not t.isfinite().all()]
         if problems:
             raise WeightUpdateError(400, f"the adapter is not whole: {listing(problems)}")
+        self._made(self)
         progress()
+
+    def enter(self) -> None:
+        """Its commit."""
+        self._enter(self)
 
     def _missing(self) -> list[str]:
         """The targets that adapter_config.json names and that no tensor is for."""
@@ -176,7 +194,7 @@ class AdapterStaging(Staging):
     def _embedding_names(self) -> set[str]:
         return {name for name, number in self.layers.names.items() if number in self.layers.embeddings}
 
-    def make(self, label: str) -> Adapter:
+    def make(self) -> Adapter:
         """The checked adapter, on the model's device."""
         parts: list[LoraWeight | None] = [None] * len(self.layers.names)
         tokens: dict[int, Tensor] = {}
@@ -190,4 +208,5 @@ class AdapterStaging(Staging):
                 parts[number] = embedding_part(b, scale * self._embed_scale)
             else:
                 parts[number] = LoraWeight.of(a, b, scale)
-        return Adapter.of(label, parts, tokens)
+        assert self.adapter is not None
+        return Adapter.of(self.adapter, parts, tokens)

@@ -114,7 +114,8 @@ class StartBody(OwnedBody):
 
     None stands for the server's own setting. An `update_id` is then wanted of each call, unless the server made it
     (`handed_out`). `verify` announces checksums, which finish brings; `base_epoch` names the
-    weights that sparse changes apply to.
+    weights that sparse changes apply to. `adapter` is the label of a LoRA adapter, of which all tensors come under
+    PEFT's names, and `lora_config` its configuration; a copy goes to the folder `keep_in`.
     """
 
     is_checkpoint_format: bool = True
@@ -123,6 +124,9 @@ class StartBody(OwnedBody):
     weight_staging: Literal["full", "in_place"] | None = None
     verify: bool = False
     base_epoch: int | None = None
+    adapter: Label | None = None
+    lora_config: dict[str, Any] = {}
+    keep_in: str | None = None
     handed_out: bool = False
 
 

@@ -36,7 +36,10 @@ class Staging:
     `live` is the set that serves meanwhile, which a partial or sparse update starts from; `prepare` is called with a
     set that is whole. `replaces_invalid`: the live weights were invalid when it began. `written`: something has come
     into the buffers. `allow_partial`: what is missing is taken from the live set, whether the update says so or not.
+    `adapter`: the label of what this is instead of a set of parameters, and `enter` what its commit calls.
     """
+
+    adapter: str | None = None
 
     def __init__(
         self,
@@ -62,6 +65,10 @@ class Staging:
         self._wholes: dict[str, tuple[torch.Tensor, int]] = {}
         self._writing = threading.Lock()
         self._closed = False
+
+    def enter(self) -> None:
+        """Let requests find the adapter that was received."""
+        raise AssertionError("a set of parameters is entered by its store")
 
     def close(self) -> None:
         """No `place` writes after this returns, whatever its thread may still receive."""

@@ -57,6 +57,7 @@ class WeightStore:
         self.names = NameMap(parameters)
         self.on_unread: Callable[[], None] = lambda: None
         """Called, on any thread, when a reader of the live set has ended: a commit may have waited for it."""
+        self.stage_adapter: Callable[[StartBody], Staging] | None = None
         self._spare: ParameterSet | None = None
         self._lent: list[ParameterSet] = []
         self._readers = 0
@@ -98,12 +99,17 @@ class WeightStore:
         )
 
     def admit(self, body: StartBody, paused: bool) -> Staging | None:
-        """Refuse an update that can't begin on what serves now; the live set, where it is received in place.
+        """Refuse an update that can't begin on what serves now; the live set, where it is received in place, and the
+        staging of an adapter.
 
         Raises WeightUpdateError: 409 where it doesn't fit what serves, 400 where it can't be had of a sharded model.
         """
         if self.asleep:
             raise WeightUpdateError(409, "the weights are asleep: POST /wake_up?tags=weights before an update")
+        if body.adapter is not None:
+            if self.stage_adapter is None:
+                raise WeightUpdateError(400, "adapters need a server that was started with --enable-lora", "adapter")
+            return self.stage_adapter(body)
         if body.base_epoch is not None and body.base_epoch != self.epoch:
             raise WeightUpdateError(
                 409, f"the changes are against epoch {body.base_epoch}, epoch {self.epoch} serves: push it whole"
@@ -137,6 +143,8 @@ class WeightStore:
 
     def release(self, staging: Staging) -> None:
         """Take the buffers of a dropped update back. Only once nothing can write into them any more."""
+        if staging.adapter is not None:
+            return
         with self._lock:
             if not staging.in_place:
                 self._lent.remove(staging.into)
@@ -146,13 +154,18 @@ class WeightStore:
 
     def can_commit(self, staging: Staging) -> bool:
         """Whether a commit may happen now: one that overwrites the live set waits for those who read it."""
-        return staging.in_place or self.parameters.method == "flip" or not self._readers
+        return staging.adapter is not None or staging.in_place or self.parameters.method == "flip" or not self._readers
 
     def commit(self, staging: Staging, label: str | None, *, timeout_s: float = 0.0) -> None:
         """Make the staged parameters live: epoch + 1, and `label` where one is given. Call it between two steps.
 
+        An adapter is entered under its own label, and the epoch stays.
+
         Raises TimeoutError where it may still not (`can_commit`) after so many seconds.
         """
+        if staging.adapter is not None:
+            staging.enter()
+            return
         with self._unread:
             if not self._unread.wait_for(lambda: self.can_commit(staging), timeout_s):
                 raise TimeoutError("the weights that serve are being read, and a commit would overwrite them")

@@ -123,11 +123,12 @@ class WeightUpdater:
             if not timeout_s and not self._store.can_commit(update.staging):
                 return None
             self._store.commit(update.staging, update.label, timeout_s=timeout_s)
+            adapter = update.staging.adapter
             self.ready = self._update = None
             self._state = "committed"
             self._log.record(update, None, self._state, self._store)
             self._retire(update)
-            commit = Commit(self._store.epoch, self._store.label, update.body.kv_policy)
+            commit = Commit(self._store.epoch, adapter or self._store.label, update.body.kv_policy)
             answer, update.answer = update.answer, None
         if answer is not None:
             done = {"epoch": commit.epoch, "update_id": update.id, "bytes": update.nbytes}
@@ -135,7 +136,7 @@ class WeightUpdater:
                 answer.set_result({"status": "ok"} | done)
             else:
                 answer.set_result({"message": "Weight update committed", "weight_version": commit.label} | done)
-        return commit
+        return commit if adapter is None else None
 
     @contextmanager
     def gathering(self) -> Iterator[None]:

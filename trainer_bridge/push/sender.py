@@ -21,6 +21,7 @@ from torch import nn
 
 from rollout.rendezvous import TensorInfo
 from trainer_bridge.client import RolloutClient
+from trainer_bridge.push.adapter import AdapterSource
 from trainer_bridge.push.control import DisplacedError, ServerControl, WeightPushError
 from trainer_bridge.push.folder import PushFolder
 from trainer_bridge.push.group import Backend
@@ -66,6 +67,7 @@ class WeightSender:
         self._folder = folder
         self._distributed = source is not None and source.distributed
         self._leads = not self._distributed or dist.get_rank() == 0
+        self._adapter: str | None = None
         self._displaced: DisplacedError | None = None
         self._baseline: Baseline | None = None
         # Epochs, bytes, seconds and bytes saved, as rank 0 told the others.
@@ -79,6 +81,7 @@ class WeightSender:
         *,
         backend: Backend | None = None,
         disk_path: str | Path | None = None,
+        adapter: str | None = None,
         packed: bool = True,
         timeout_s: float = 300.0,
         api_key: str | None = None,
@@ -90,13 +93,20 @@ class WeightSender:
         engine have the same device, which NCCL refuses, ipc: the engine copies from this process's memory, or with a
         warning gloo where that can't be. `disk` writes each push as a new folder
         in `disk_path`, which belongs to this sender alone and which the servers see under the same path (without a
-        `model` it serves for `push_folder`). `timeout_s` bounds every single wait; `force` takes over from a trainer
+        `model` it serves for `push_folder`). `adapter`: `model` is PEFT's, and of it only the active adapter is pushed,
+        a new version of this name in servers that run with --enable-lora.
+        `timeout_s` bounds every single wait; `force` takes over from a trainer
         whose update is still making progress. Safe to repeat: a new sender takes over from one that is gone, which may
         take the 10 s in which its update counts as alive. The one taken over from raises DisplacedError from then on.
         Raises WeightPushError where a server can't be reached or refuses.
         """
-        if isinstance(model, nn.Module):
-            source: WeightSource | None = ModuleSource(model)
+        source: WeightSource | None
+        if adapter is not None:
+            if not isinstance(model, nn.Module):
+                raise ValueError(f"to push the adapter {adapter!r} the model itself is needed, PEFT's")
+            source = AdapterSource(model)
+        elif isinstance(model, nn.Module):
+            source = ModuleSource(model)
         else:
             source = StateDictSource(model) if isinstance(model, dict) else model
         if (source is None or disk_path is not None) and backend != "disk":
@@ -115,6 +125,7 @@ class WeightSender:
         device = torch.device("cpu") if source is None else source.device
         group = ServerGroup(servers, backend=backend or "gloo", packed=packed, timeout_s=timeout_s, device=device)
         sender = cls(group, source, None if disk_path is None else PushFolder(disk_path))
+        sender._adapter = adapter
         try:
             sender._lead(lambda: (group.join_as_devices_allow if negotiable else group.join)(force=force))
         except BaseException:
@@ -141,6 +152,8 @@ class WeightSender:
         `sparse` sends only the elements that changed since the last push, where every server still serves that one and
         it takes less than half the bytes; for that it keeps a copy of the weights in this process's CPU memory, until
         a push without it.
+        Of an adapter `version`, `partial`, `weight_staging` and `sparse` can't be had: its label is its name and
+        number, as the result's `version` says.
         Success means that this very push was committed. Raises WeightPushError; a server then keeps what it had (unless
         it received in place). Raises DisplacedError where another trainer has taken over, and in every push after that.
         """
@@ -150,6 +163,11 @@ class WeightSender:
             raise ValueError("sparse pushes need a broadcast backend, this sender's is 'disk'")
         start: dict[str, Any] = {"is_checkpoint_format": True, "partial": partial, "verify": verify}
         start |= {"kv_policy": kv_policy, "weight_staging": weight_staging}
+        if self._adapter is not None:
+            if version is not None or partial or sparse or weight_staging is not None:
+                raise ValueError("an adapter is pushed whole, and its version is its name and number: leave these out")
+            assert isinstance(self._source, AdapterSource)
+            start |= {"adapter": self._adapter, "lora_config": self._source.lora_config}
         self._baseline = (self._baseline or Baseline()) if sparse else None
         source, tensors = self._source, self._source.tensors()
         pushed = self._lead(
