@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,19 @@ class RolloutGroup:
     def logprobs(self) -> list[float]:
         """The server's, of all tokens, one answer after the other: π_old."""
         return [logprob for choice in self.choices for logprob in choice.logprobs or ()]
+
+
+def text_reward(
+    function: Callable[[Any, str], float | Awaitable[float]], tokenizer: Any
+) -> Callable[[Prompt, Choice], float | Awaitable[float]]:
+    """A reward for `RolloutSampler` from `function(task, text)`: the prompt's task, which is a data set's row, and what
+    the answer says, without special tokens. It may be an `async def`."""
+
+    @functools.wraps(function)
+    def reward(prompt: Prompt, choice: Choice) -> float | Awaitable[float]:
+        return function(prompt.task, str(tokenizer.decode(choice.token_ids, skip_special_tokens=True)))
+
+    return reward
 
 
 def prompts_of(items: Iterable[Prompt | Sequence[int]]) -> Iterator[Prompt]:

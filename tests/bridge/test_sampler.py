@@ -22,7 +22,7 @@ from tests.support.wait import eventually
 from trainer_bridge import RolloutError
 from trainer_bridge.client import Choice, Span
 from trainer_bridge.loop.sampler import RolloutSampler
-from trainer_bridge.rollouts import Prompt, RolloutGroup, prompts_of_rows
+from trainer_bridge.rollouts import Prompt, RolloutGroup, prompts_of_rows, text_reward
 
 
 class Scripted:
@@ -335,6 +335,29 @@ def test_rows_of_a_data_set_become_prompts() -> None:
     text, chat = prompts_of_rows(rows, tokenizer, column="question", mood="glad")
     assert (bytes(text.token_ids), text.task) == (b"hi", rows[0])
     assert (bytes(chat.token_ids), chat.task["answer"]) == (b"user:ho;glad>", 5)
+
+
+def test_a_reward_may_see_the_row_and_the_text() -> None:
+    class Tokenizer:
+        def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+            return f"{ids} {skip_special_tokens}"
+
+    seen = []
+
+    def reward(row: dict[str, int], text: str) -> float:
+        seen.append(text)
+        return row["worth"]
+
+    async def slow(row: dict[str, int], text: str) -> float:
+        await asyncio.sleep(0.01)
+        return reward(row, text)
+
+    for function in (reward, slow):
+        with scripted() as (_, url):
+            (group,) = sampled(url, [Prompt([5], {"worth": 7})], text_reward(function, Tokenizer()), 1)
+        assert group.rewards == [7, 7]
+    assert sorted(seen) == ["[1, 2] True"] * 2 + ["[11, 12] True"] * 2
+    assert text_reward(reward, Tokenizer()).__name__ == "reward"
 
 
 def test_answers_that_ended_with_an_error_were_trained_on() -> None:

@@ -94,5 +94,5 @@ def test_what_the_install_block_and_the_first_loop_name_exists() -> None:
     assert "fetch_smollm2()" in (ROOT / f"{module.replace('.', '/')}.py").read_text()
     copied = (ROOT / shlex.split(own.splitlines()[1])[1]).read_text()
     assert "ROWS = " in copied
-    assert "def reward(" in copied
+    assert "def reward(row" in copied
     assert own.splitlines()[1].endswith(f"~/.cache/rollout/{FOLDER}")
