@@ -103,8 +103,8 @@ class Script:
 
 
 def truth(outputs: list[TokenOutput]) -> list[tuple[Any, ...]]:
-    """All that an output says, but for how much of the prompt was found in the cache."""
-    names = [name for name in TokenOutput.__struct_fields__ if name != "cached_tokens"]
+    """All that an output says, but for how much of the prompt was found in the cache, and times."""
+    names = [name for name in TokenOutput.__struct_fields__ if name not in ("cached_tokens", "waited_s")]
     return [tuple(getattr(output, name) for name in names) for output in outputs]
 
 
