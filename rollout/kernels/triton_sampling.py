@@ -79,18 +79,23 @@ def _sample(
     """Grid: (rows,). BLOCKS is a power of two, at least TILE and the number of blocks of the vocabulary."""
     row = tl.program_id(0)
     temperature = tl.load(asked + row).to(tl.float32)
+    greedy = temperature == 0
+    temperature = tl.where(greedy, 1.0, temperature)
     uniform = tl.load(asked + rows + row)
     at = logits + row.to(tl.int64) * stride
     within = tl.arange(0, TILE)[:, None] * 256 + tl.arange(0, 256)[None, :]
 
     tops = tl.full((TILE, 256), float("-inf"), tl.float32)
+    firsts = tl.zeros((TILE, 256), tl.int32)
     broken = tl.zeros((TILE, 256), tl.int32)
     for start in range(0, vocab, TILE * 256):
         x = tl.load(at + start + within, mask=start + within < vocab, other=float("-inf")).to(tl.float32)
         bad = ((x != x) | (tl.abs(x) == float("inf"))) & (start + within < vocab)
+        firsts = tl.where(x > tops, start + within, firsts)
         tops = tl.where(x > tops, x, tops)
         broken = broken | bad.to(tl.int32)
     raw_top = tl.max(tl.max(tops, 1), 0)
+    likeliest = tl.min(tl.min(tl.where(tops == raw_top, firsts, vocab - 1), 1), 0)
     finite = tl.max(tl.max(broken, 1), 0) == 0
     raw_top = tl.where(finite, raw_top, 0.0)
     top = tl.div_rn(raw_top, temperature)
@@ -108,7 +113,7 @@ def _sample(
     inside = _numbers(at, block * 256 + tl.arange(0, 256), vocab)
     inside = tl.div_rn(inside, temperature)
     chosen, rest = _pick(tl.exp(inside - top), rest, 256)
-    token = tl.minimum(block * 256 + chosen, vocab - 1)
+    token = tl.where(greedy, likeliest, tl.minimum(block * 256 + chosen, vocab - 1))
     value = _numbers(at, token, vocab)
 
     ahead = tl.zeros((TILE, 256), tl.int32)
@@ -116,8 +121,11 @@ def _sample(
         x = _numbers(at, start + within, vocab)
         ahead += (tl.div_rn(x, temperature) > tl.div_rn(value, temperature) if PROCESSED else x > value).to(tl.int32)
     gap = tl.div_rn(value, temperature) - top if PROCESSED else value - raw_top
+    logprob = gap - tl.log(tl.sum(tl.sum(totals, 1), 0))
+    if PROCESSED:
+        logprob = tl.where(greedy, 0.0, logprob)
     tl.store(output + row * 4, token.to(tl.float64))
-    tl.store(output + row * 4 + 1, (gap - tl.log(tl.sum(tl.sum(totals, 1), 0))).to(tl.float64))
+    tl.store(output + row * 4 + 1, logprob.to(tl.float64))
     tl.store(output + row * 4 + 2, (tl.sum(tl.sum(ahead, 1), 0) + 1).to(tl.float64))
     tl.store(output + row * 4 + 3, finite.to(tl.float64))
 
@@ -125,10 +133,12 @@ def _sample(
 def sample(logits: Tensor, asked: Tensor, *, processed: bool) -> Tensor:
     """One token of softmax(logits / temperature) a row, with its logprob and rank.
 
-    logits (rows, vocab) in any float dtype, last stride 1; `asked` (2, rows) float64: temperatures above 0, and
+    logits (rows, vocab) in any float dtype, last stride 1; `asked` (2, rows) float64: temperatures, and
     uniform numbers in [0, 1), rows of `rollout.sampling.sampler.uniforms`. Returns (rows, 4) float64: the token's id,
     its logprob under log_softmax of `logits` (`processed`: of `logits` over their temperature), its rank among those,
     from 1, and whether the row is sound: 0 where it holds NaN or an infinity, and the rest means nothing.
+
+    A temperature of 0 asks for the likeliest token, of several the first, whose logprob is 0 if `processed`.
     """
     rows, vocab = logits.shape
     output = torch.empty(rows, 4, dtype=torch.float64, device=logits.device)

@@ -202,7 +202,8 @@ class Rows(list[SamplingRow]):
     So a step costs little Python for each of its rows as long as none comes or goes. `structured` (by a grammar),
     `limited` (by `allowed_token_ids`), `biased`, `banning`, `penalizing`, `narrowing` (to the likeliest tokens) and
     `greedy` list the rows, by their places, that a filter may have work with; `drawing` are those that aren't greedy.
-    `only_scale`: no filter ever does more than divide by a temperature. `scored` are the rows that ask for logprobs;
+    `only_scale`: no filter ever does more than divide by a temperature; `only_draw`: or than leave the likeliest token.
+    `asked_temperatures` (rows,) float64 are 0 for a greedy row. `scored` are the rows that ask for logprobs;
     `want_one_logprob`: at most for the sampled token's.
     `look_back`: the filters of one change with each token. `temperatures` and `min_ps` are (rows,) float64, `noise` is
     each row's seed and sample index, (2, rows) uint64; `ahead`, uint64, is how many tokens further than its `position`
@@ -226,8 +227,10 @@ class Rows(list[SamplingRow]):
         self.noise = np.array([[row.seed for row in self], [row.index for row in self]], np.uint64)
         self.ahead = np.zeros(1, np.uint64)
         self.look_back = bool(self.banning or self.penalizing or self.structured)
-        idle = not (self.structured or self.limited or self.biased or self.banning or self.penalizing or self.narrowing)
-        self.only_scale = bool(idle and not self.min_ps.any())
+        idle = not (self.structured or self.limited or self.biased or self.banning or self.penalizing)
+        self.only_scale = bool(idle and not self.narrowing and not self.min_ps.any())
+        self.only_draw = bool(idle and all(f.greedy or not (f.narrows or f.params.min_p) for f in filters))
+        self.asked_temperatures = np.array([0.0 if f.greedy else f.temperature for f in filters], np.float64)
         self.uniforms, self.uniforms_from = np.empty((0, 0)), np.zeros(1, np.uint64)
         self.scored = [r for r, f in enumerate(filters) if f.params.logprobs is not None]
         self.want_one_logprob = not any(f.params.logprobs or f.params.logprob_token_ids for f in filters)

@@ -85,7 +85,7 @@ class Sampler:
             self._rows = Rows(rows)
         rows = self._rows
         rows.ahead = np.array(ahead if any(ahead) else [0], np.uint64)
-        if not self.exact and _drawn_by_triton(logits) and rows.want_one_logprob and _only_scale(rows, logits):
+        if not self.exact and _drawn_by_triton(logits) and rows.want_one_logprob and _only_draw(rows, logits):
             return self._launch_plain(logits, rows)
         filtered = self._needed_filtered(logits, rows)
         tokens = _draw_scaled(logits, rows) if filtered is None else _choose(filtered, rows)
@@ -132,7 +132,7 @@ class Sampler:
     def _launch_plain(self, logits: Tensor, rows: Rows) -> Drawn:
         """`launch` where no row asks for more than a token, its logprob and its rank: a copy, a launch and a read."""
         processed = self.logprobs_mode == "processed_logprobs"
-        table = _triton().sample(logits, _asked(logits, rows), processed=processed)
+        table = _triton().sample(logits, _asked(logits, rows, rows.asked_temperatures), processed=processed)
         read = _send([table])
 
         def write(outputs: Sequence[TokenOutput]) -> None:
@@ -143,6 +143,9 @@ class Sampler:
             for r in rows.scored:
                 _, logprob, rank, _ = read_table[r].tolist()
                 outputs[r].logprobs = [TokenLogprob(ids[r], logprob, int(rank))]
+            for r in rows.greedy:
+                if rows[r].filters.want_mask:
+                    outputs[r].sampling_mask = np.int32(ids[r]).tobytes()
             for r in np.flatnonzero(read_table[:, 3] == 0).tolist():
                 end_without_token(outputs[r], NOT_FINITE)
 
@@ -193,9 +196,14 @@ def _only_scale(rows: Rows, logits: Tensor) -> bool:
     return rows.only_scale or all(only_scales(row, logits.shape[-1]) for row in rows)
 
 
-def _asked(logits: Tensor, rows: Rows) -> Tensor:
-    """The rows' temperatures and uniform numbers (2, rows) float64, on the device of `logits`."""
-    asked = torch.from_numpy(np.stack([rows.temperatures, uniforms(rows)]))
+def _only_draw(rows: Rows, logits: Tensor) -> bool:
+    """The same, but for greedy rows that no other filter has work with."""
+    return rows.only_draw or _only_scale(rows, logits)
+
+
+def _asked(logits: Tensor, rows: Rows, temperatures: np.ndarray) -> Tensor:
+    """These temperatures and the rows' uniform numbers (2, rows) float64, on the device of `logits`."""
+    asked = torch.from_numpy(np.stack([temperatures, uniforms(rows)]))
     if _can_pin():
         asked = asked.pin_memory()  # else the copy would wait for the device
     return asked.to(logits.device, non_blocking=True)
@@ -204,7 +212,7 @@ def _asked(logits: Tensor, rows: Rows) -> Tensor:
 def _draw_scaled(logits: Tensor, rows: Rows) -> Tensor:
     """Token ids (rows,) int64, each from softmax(logits / temperature), without a copy of the logits."""
     if _drawn_by_triton(logits):
-        return _draw_by_triton(logits, _asked(logits, rows))
+        return _draw_by_triton(logits, _asked(logits, rows, rows.temperatures))
     temperatures = torch.from_numpy(rows.temperatures).float()
     return _draw_natively(logits, temperatures, torch.from_numpy(uniforms(rows)))
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rollout.config import LogprobsMode
 from rollout.kernels import triton_sampling
+from rollout.outputs import TokenOutput
 from rollout.sampling import sampler
 from rollout.sampling.params import SamplingParams
 from rollout.sampling.rows import RequestFilters, SamplingRow
@@ -63,8 +64,8 @@ def test_every_filter_and_draw_stays_on_the_device(
             sampled = sampler.Sampler(mode).sample(logits, rows)
     assert len(sampled) == ROWS
     assert len(read) == 1
-    assert launches.counts["_sample"] == (case != "greedy")  # which draws nothing
-    if case in ("plain", "temperature", "no logprobs"):
+    assert launches.counts["_sample"] == 1
+    if case in ("plain", "temperature", "no logprobs", "greedy"):
         assert launches.counts == {"to": 1, "_sample": 1}  # and the one read
 
 
@@ -96,6 +97,31 @@ def test_the_kernel_gives_the_tokens_logprobs_and_ranks_of_the_definition(mode: 
         expected = logprobs[r, tokens[r]]
         assert entry.logprob == pytest.approx(expected.item(), abs=0 if exact else 3e-6)
         assert entry.rank == 1 + (logprobs[r] > expected).sum().item()
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.usefixtures("by_triton")
+def test_greedy_rows_are_in_the_one_launch_with_the_tokens_and_masks_of_the_filters(mode: LogprobsMode) -> None:
+    """What it is compared with goes through the filters, in torch: `logprobs` of several tokens ask for them."""
+    vocab = 4096 + 300
+    logits = (3 * torch.randn(ROWS, vocab, generator=torch.Generator().manual_seed(4))).bfloat16()
+    logits[:, 4200] = logits[:, 300] = logits[:, 70] = logits.amax(-1)  # the first of those that tie
+    params = [{"temperature": 0.0, "top_p": 0.5, "min_p": 0.1}, {"temperature": 0.8}, {"temperature": 0.0, "top_k": 9}]
+
+    def sampled(logprobs: int | None) -> list[TokenOutput]:
+        rows = [
+            SamplingRow(RequestFilters(SamplingParams(**asked, logprobs=logprobs), want_mask=True), seed, 0)
+            for seed, asked in enumerate(params * (ROWS // len(params)))
+        ]
+        return sampler.Sampler(mode).sample(logits, rows)
+
+    for got, expected in zip(sampled(0), sampled(1), strict=True):
+        assert (got.token_id, got.sampling_mask) == (expected.token_id, expected.sampling_mask)
+        assert got.logprobs is not None
+        assert expected.logprobs is not None
+        assert got.logprobs[0].rank == expected.logprobs[0].rank
+        assert got.logprobs[0].logprob == pytest.approx(expected.logprobs[0].logprob, abs=3e-6)
+    assert {output.token_id for output in sampled(None)[::3]} == {70}
 
 
 @pytest.mark.usefixtures("by_triton")
