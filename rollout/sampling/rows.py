@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 
@@ -202,9 +203,10 @@ class Rows(list[SamplingRow]):
     So a step costs little Python for each of its rows as long as none comes or goes. `structured` (by a grammar),
     `limited` (by `allowed_token_ids`), `biased`, `banning`, `penalizing`, `narrowing` (to the likeliest tokens) and
     `greedy` list the rows, by their places, that a filter may have work with; `drawing` are those that aren't greedy.
-    `only_scale`: no filter ever does more than divide by a temperature; `only_draw`: or than leave the likeliest token.
-    `asked_temperatures` (rows,) float64 are 0 for a greedy row. `scored` are the rows that ask for logprobs;
-    `want_one_logprob`: at most for the sampled token's.
+    `only_scale`: no filter ever does more than divide by a temperature; `only_draw`: or than leave the likeliest token;
+    `only_narrow`: or leave the likeliest ones, and no row asks which. `asked` (4, rows) float64 are temperatures, 0 for
+    a greedy row, and the logarithms of `min_p`, `top_k` and `top_p` of the others. `scored` are the rows that ask for
+    logprobs; `want_one_logprob`: at most for the sampled token's.
     `look_back`: the filters of one change with each token. `temperatures` and `min_ps` are (rows,) float64, `noise` is
     each row's seed and sample index, (2, rows) uint64; `ahead`, uint64, is how many tokens further than its `position`
     a row draws: it hasn't been told yet which they are. `uniforms` (steps, rows) are the numbers that the rows draw
@@ -230,7 +232,18 @@ class Rows(list[SamplingRow]):
         idle = not (self.structured or self.limited or self.biased or self.banning or self.penalizing)
         self.only_scale = bool(idle and not self.narrowing and not self.min_ps.any())
         self.only_draw = bool(idle and all(f.greedy or not (f.narrows or f.params.min_p) for f in filters))
-        self.asked_temperatures = np.array([0.0 if f.greedy else f.temperature for f in filters], np.float64)
+        narrowed = [None if f.greedy else f.params for f in filters]
+        self.only_narrow = idle and not any(
+            f.want_mask and p is not None and (f.narrows or p.min_p) for f, p in zip(filters, narrowed, strict=True)
+        )
+        self.asked = np.array(
+            [
+                [0.0 if f.greedy else f.temperature for f in filters],
+                [math.log(p.min_p) if p is not None and p.min_p > 0 else -math.inf for p in narrowed],
+                [p.top_k if p is not None and p.top_k > 0 else math.inf for p in narrowed],
+                [1.0 if p is None else p.top_p for p in narrowed],
+            ]
+        )
         self.uniforms, self.uniforms_from = np.empty((0, 0)), np.zeros(1, np.uint64)
         self.scored = [r for r, f in enumerate(filters) if f.params.logprobs is not None]
         self.want_one_logprob = not any(f.params.logprobs or f.params.logprob_token_ids for f in filters)

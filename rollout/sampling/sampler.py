@@ -85,8 +85,11 @@ class Sampler:
             self._rows = Rows(rows)
         rows = self._rows
         rows.ahead = np.array(ahead if any(ahead) else [0], np.uint64)
-        if not self.exact and _drawn_by_triton(logits) and rows.want_one_logprob and _only_draw(rows, logits):
-            return self._launch_plain(logits, rows)
+        if not self.exact and _drawn_by_triton(logits) and rows.want_one_logprob:
+            if rows.only_draw or _only_scale(rows, logits):
+                return self._launch_plain(logits, rows, narrow=False)
+            if rows.only_narrow:
+                return self._launch_plain(logits, rows, narrow=True)
         filtered = self._needed_filtered(logits, rows)
         tokens = _draw_scaled(logits, rows) if filtered is None else _choose(filtered, rows)
         source = logits if filtered is None or self.logprobs_mode == "raw_logprobs" else filtered
@@ -129,10 +132,13 @@ class Sampler:
 
         return Drawn(tokens, rows.look_back, write)
 
-    def _launch_plain(self, logits: Tensor, rows: Rows) -> Drawn:
-        """`launch` where no row asks for more than a token, its logprob and its rank: a copy, a launch and a read."""
-        processed = self.logprobs_mode == "processed_logprobs"
-        table = _triton().sample(logits, _asked(logits, rows, rows.asked_temperatures), processed=processed)
+    def _launch_plain(self, logits: Tensor, rows: Rows, *, narrow: bool) -> Drawn:
+        """`launch` where no row asks for more than a token, its logprob and its rank: a copy, a launch (another to
+        `narrow` rows to their likeliest tokens) and a read."""
+        temperatures, *narrowed = rows.asked
+        asked = _asked(logits, rows, temperatures, *(narrowed if narrow else ()))
+        limits = {"limits": _triton().limits(logits, asked)} if narrow else {}
+        table = _triton().sample(logits, asked, processed=self.logprobs_mode == "processed_logprobs", **limits)
         read = _send([table])
 
         def write(outputs: Sequence[TokenOutput]) -> None:
@@ -196,14 +202,9 @@ def _only_scale(rows: Rows, logits: Tensor) -> bool:
     return rows.only_scale or all(only_scales(row, logits.shape[-1]) for row in rows)
 
 
-def _only_draw(rows: Rows, logits: Tensor) -> bool:
-    """The same, but for greedy rows that no other filter has work with."""
-    return rows.only_draw or _only_scale(rows, logits)
-
-
-def _asked(logits: Tensor, rows: Rows, temperatures: np.ndarray) -> Tensor:
-    """These temperatures and the rows' uniform numbers (2, rows) float64, on the device of `logits`."""
-    asked = torch.from_numpy(np.stack([temperatures, uniforms(rows)]))
+def _asked(logits: Tensor, rows: Rows, temperatures: np.ndarray, *more: np.ndarray) -> Tensor:
+    """Temperatures, the rows' uniform numbers, and `more`: (2 or more, rows) float64, on the device of `logits`."""
+    asked = torch.from_numpy(np.stack([temperatures, uniforms(rows), *more]))
     if _can_pin():
         asked = asked.pin_memory()  # else the copy would wait for the device
     return asked.to(logits.device, non_blocking=True)

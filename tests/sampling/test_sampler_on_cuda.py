@@ -2,7 +2,7 @@
 
 Its kernel is run by Triton's interpreter, and compiled.
 
-top_k, top_p and several logprobs choose their rows by a mask, which waits for the device: they can't be traced.
+Several logprobs and masks of top_k or top_p choose rows by a mask, which waits for the device: they can't be traced.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from rollout.config import LogprobsMode
 from rollout.kernels import triton_sampling
 from rollout.outputs import TokenOutput
 from rollout.sampling import sampler
+from rollout.sampling.filters import filter_logits
 from rollout.sampling.params import SamplingParams
-from rollout.sampling.rows import RequestFilters, SamplingRow
+from rollout.sampling.rows import RequestFilters, Rows, SamplingRow
 from tests.support.fake_cuda import Launches, fake_cuda
 from tests.support.triton_launches import LaunchRecorder, assert_compiles, compile_launch
 
 ROWS, VOCAB = 6, 4096
+MODES: tuple[LogprobsMode, ...] = ("raw_logprobs", "processed_logprobs")
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"logprobs": 0},
     "temperature": {"logprobs": 0, "temperature": 0.7},
@@ -37,10 +39,11 @@ CASES: dict[str, dict[str, Any]] = {
     "bad words": {"logprobs": 0, "bad_words": ["x"]},
     "greedy": {"logprobs": 0, "temperature": 0.0},
     "the likeliest": {"logprobs": 1, "top_k": 1, "top_p": 0.5},
+    "narrowed": {"logprobs": 0, "top_k": 50, "top_p": 0.9, "min_p": 0.01, "temperature": 0.7},
 }
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES)
 def test_every_filter_and_draw_stays_on_the_device(
     case: str, mode: LogprobsMode, monkeypatch: pytest.MonkeyPatch
@@ -67,6 +70,8 @@ def test_every_filter_and_draw_stays_on_the_device(
     assert launches.counts["_sample"] == 1
     if case in ("plain", "temperature", "no logprobs", "greedy"):
         assert launches.counts == {"to": 1, "_sample": 1}  # and the one read
+    if case in ("min_p", "narrowed"):
+        assert launches.counts == {"to": 1, "_limit": 1, "_sample": 1}
 
 
 @pytest.fixture
@@ -99,7 +104,54 @@ def test_the_kernel_gives_the_tokens_logprobs_and_ranks_of_the_definition(mode: 
         assert entry.rank == 1 + (logprobs[r] > expected).sum().item()
 
 
-@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+NARROWED: list[dict[str, Any]] = [
+    {"top_k": 5},
+    {"top_k": 40, "top_p": 0.7},
+    {"min_p": 0.05},
+    {"min_p": 0.02, "top_p": 0.95, "top_k": 30, "temperature": 1.7},
+    {"temperature": 0.5, "top_p": 0.3},
+    {"top_p": 0.99999},
+    {"temperature": 0.0},
+    {},
+]
+
+
+@pytest.mark.usefixtures("by_triton")
+def test_narrowed_rows_are_drawn_as_their_filters_say_without_a_look_at_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Logits of bfloat16 tie often, also where a support ends. Compared with the filters in torch."""
+    vocab = 700
+    logits = (3 * torch.randn(len(NARROWED), vocab, generator=torch.Generator().manual_seed(1))).bfloat16()
+    rows = Rows(
+        SamplingRow(RequestFilters(SamplingParams(**asked, logprobs=0)), seed, 0) for seed, asked in enumerate(NARROWED)
+    )
+    filtered = filter_logits(logits, rows)
+    limits = triton_sampling.limits(logits, sampler._asked(logits, rows, *rows.asked))
+    scaled = logits.float() / torch.tensor([row.filters.temperature for row in rows])[:, None]
+    bits = torch.where(scaled == 0, 0.0, scaled).view(torch.int32)
+    keys = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).double()
+    kept = (keys > limits[:, :1]) | ((keys == limits[:, :1]) & (torch.arange(vocab) <= limits[:, 1:]))
+    support = filtered > -torch.inf
+    support[NARROWED.index({"temperature": 0.0})] = True  # greedy rows need no limit
+    assert torch.equal(kept, support)
+
+    asked: list[Tensor] = []
+    monkeypatch.setattr(triton_sampling, "limits", lambda logits, table: asked.append(table) or limits)
+    for mode in MODES:
+        logprobs = (filtered if mode == "processed_logprobs" else logits.float()).log_softmax(-1)
+        for number in (0.0, 0.37, 0.99, 1 - 2.0**-53):
+            monkeypatch.setattr(sampler, "uniforms", lambda rows, number=number: np.full(len(rows), number))
+            outputs = sampler.Sampler(mode).sample(logits, rows)
+            assert [output.token_id for output in outputs] == sampler._choose(filtered, rows).tolist()
+            for row, output in zip(logprobs, outputs, strict=True):
+                (entry,) = output.logprobs or []
+                assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=3e-6)
+                assert entry.rank == 1 + (row > row[entry.token_id]).sum().item()
+    assert [len(table) for table in asked] == [5] * 8
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.usefixtures("by_triton")
 def test_greedy_rows_are_in_the_one_launch_with_the_tokens_and_masks_of_the_filters(mode: LogprobsMode) -> None:
     """What it is compared with goes through the filters, in torch: `logprobs` of several tokens ask for them."""
@@ -145,9 +197,12 @@ def compile_kernels(capability: int) -> None:
     """For a vocabulary of Qwen3's size."""
     kept: list[Any] = []
     triton_sampling._sample = LaunchRecorder(triton_sampling._sample, kept)  # type: ignore[assignment]
+    triton_sampling._limit = LaunchRecorder(triton_sampling._limit, kept)  # type: ignore[assignment]
     logits = torch.zeros(2, 151936, dtype=torch.bfloat16)
     for processed in (False, True):
         triton_sampling.sample(logits, torch.zeros(2, 2, dtype=torch.float64), processed=processed)
+    asked = torch.zeros(5, 2, dtype=torch.float64)
+    triton_sampling.sample(logits, asked, processed=True, limits=triton_sampling.limits(logits, asked))
     for launch in kept:
         compiled = compile_launch(*launch, capability)
         assert compiled.metadata.shared <= 99 * 1024
