@@ -1,6 +1,6 @@
 """Trainers' own clients, unmodified, against `rollout serve`: cycles of generation and of weights over gloo.
 
-    python -m tests.peers.sglang_clients areal | slime | atropos | skyrl [--cycles 20]
+    python -m tests.peers.sglang_clients areal | slime | atropos | skyrl | nemo_rl [--cycles 20]
 
 Run it with a Python that has the client (areal 1.0.4, atroposlib 0.4.0, skyrl 0.3.0 from PyPI, installed with
 --no-deps and what they then miss) beside this project's environment; of slime its repository on PYTHONPATH. In each
@@ -8,8 +8,9 @@ cycle a tiny model's logprobs are checked against transformers' forward; beside 
 and must not be aborted by any push.
 
 What is no client's: slime's Ray actor and SGLang's argument class are stand-ins (only their names are imported), and
-SkyRL's sender calls vLLM's NCCL engine, for which there is a stand-in over gloo here. Atropos pushes no weights:
-the trainer of our tests does.
+SkyRL's sender calls vLLM's NCCL engine, for which there is a stand-in over gloo here. Atropos pushes no weights, and
+NeMo-RL only pickles (its generation is run from its repository, without the servers that it would start): the trainer
+of our tests does.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import socket
+import itertools
 import sys
 import tempfile
+import threading
 import types
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,64 +31,11 @@ from typing import Any
 import httpx
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
 from rollout.launch import serve
-from rollout.outputs import WeightVersionSpan
+from tests.peers.world import PROMPT, World, free_port
 from tests.support import text_server, tiny_models
-from tests.support.push_reference import as_stamped, single
 from tests.support.sglang_trainer import SglangTrainer, lengthen, parts
-
-TOLERANCE = 1e-4
-PROMPT = [5, 17, 99, 41, 8, 123, 64, 30]
-
-
-class World:
-    """A server; `models` are those of its epochs."""
-
-    def __init__(self, url: str, path: Path) -> None:
-        self.url, self.path = url, path
-        self.models = {0: tiny_models.model("llama", 0)}
-        self.pool = ThreadPoolExecutor(4)
-        self.checked = 0
-
-    def next_model(self) -> PreTrainedModel:
-        """Weights unrelated to the others', to be pushed."""
-        return tiny_models.model("llama", len(self.models))
-
-    def pushed(self, model: PreTrainedModel) -> None:
-        """They were committed."""
-        epoch = httpx.get(f"{self.url}/weight_info").json()["epoch"]
-        assert epoch == len(self.models), (epoch, len(self.models))
-        self.models[epoch] = model
-
-    def check(self, prompt: list[int], tokens: list[int], logprobs: list[float]) -> None:
-        """They are the newest weights'."""
-        expected = single(self.models[max(self.models)], prompt, list(tokens))
-        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=TOLERANCE, rtol=0)
-        self.checked += len(tokens)
-
-    @contextmanager
-    def beside(self) -> Iterator[None]:
-        """A long request runs meanwhile, which no push aborts; its tokens are those of all weights."""
-        params = {"max_new_tokens": 15_000, "ignore_eos": True}
-        body = {"input_ids": PROMPT, "sampling_params": params, "return_logprob": True, "rid": "beside"}
-        request = self.pool.submit(httpx.post, f"{self.url}/generate", json=body, timeout=3600)
-        yield
-        assert not request.done(), request.result().text[:500]
-        httpx.post(f"{self.url}/abort_request", json={"rid": "beside"})
-        meta = request.result().json()["meta_info"]
-        told = meta["output_token_logprobs"]
-        spans = [WeightVersionSpan(**span) for span in meta["weight_versions"]]
-        expected = as_stamped(self.models, PROMPT, [token for _, token, _ in told], spans)
-        torch.testing.assert_close(torch.tensor([lp for lp, _, _ in told]), expected, atol=TOLERANCE, rtol=0)
-        print(f"beside: {len(told)} tokens of {len(spans)} spans, not aborted by any of {len(self.models) - 1} pushes")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def broadcast(tensors: Any, group: Any) -> None:
@@ -181,11 +128,32 @@ def _slime_engine(world: World) -> Any:
     return engine
 
 
+async def _slime_sample(world: World, filtered: bool) -> Any:
+    """What slime's own `generate` makes of a sample of PROMPT; `filtered`: with top_p, whose supports it reads."""
+    from slime.rollout.sglang_rollout import GenerateState, generate
+    from slime.utils.http_utils import init_http_client
+    from slime.utils.types import Sample
+
+    host, _, port = world.url.removeprefix("http://").partition(":")
+    settings = {"rollout_temperature": 1.0, "rollout_top_p": 0.9 if filtered else 1.0, "rollout_top_k": -1}
+    settings |= {"rollout_max_response_len": 8, "rollout_stop": None, "rollout_stop_token_ids": None}
+    settings |= {"rollout_skip_special_tokens": False, "rollout_num_engines": 1, "sglang_server_concurrency": 8}
+    settings |= {"sglang_dp_size": 1, "sglang_router_ip": host, "sglang_router_port": port, "ci_test": False}
+    settings |= {"use_rollout_routing_replay": False, "use_distributed_post": False, "hf_checkpoint": str(world.path)}
+    args = argparse.Namespace(**settings)
+    init_http_client(args)
+    type(GenerateState)._instances.clear()  # it keeps the first settings
+    sample = Sample(tokens=list(PROMPT))
+    return await generate(args, sample, GenerateState(args).sampling_params)
+
+
 def slime(world: World, cycles: int) -> None:
     """slime's external discovery, its engine's calls and its process group, in the order of its update."""
     engine = _slime_engine(world)
     from slime.utils.distributed_utils import init_process_group
 
+    loop = asyncio.new_event_loop()  # slime's HTTP client belongs to one
+    threading.Thread(target=loop.run_forever, daemon=True).start()
     port = free_port()
     joining = world.pool.submit(engine.init_weights_update_group, "127.0.0.1", port, 1, 2, "slime-pp_0", "gloo")
     group = init_process_group(
@@ -206,16 +174,15 @@ def slime(world: World, cycles: int) -> None:
         engine.continue_generation()
         world.pushed(model)
         assert engine.get_weight_version() == str(version)
-        # As its `generate` asks, and reads.
-        params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 8, "stop": None}
-        params |= {"stop_token_ids": None, "skip_special_tokens": False, "no_stop_trim": True}
-        params |= {"spaces_between_special_tokens": False}
-        body = {"sampling_params": params, "return_logprob": True, "input_ids": PROMPT}
-        output = httpx.post(f"{world.url}/generate", json=body, timeout=300).raise_for_status().json()
-        told = output["meta_info"]["output_token_logprobs"]
-        world.check(PROMPT, [item[1] for item in told], [item[0] for item in told])
-        assert output["meta_info"]["weight_version"] == str(version)
-        assert isinstance(output["text"], str)
+        sample = asyncio.run_coroutine_threadsafe(_slime_sample(world, version % 2 == 0), loop).result(120)
+        supports = None
+        if version % 2 == 0:
+            ids = torch.as_tensor(sample.rollout_top_p_token_ids).tolist()
+            offsets = torch.as_tensor(sample.rollout_top_p_token_offsets).tolist()
+            supports = [ids[start:end] for start, end in itertools.pairwise(offsets)]
+        world.check(PROMPT, sample.tokens[len(PROMPT) :], sample.rollout_log_probs, supports)
+        assert sample.weight_versions == [str(version)]
+        assert len(sample.loss_mask) == sample.response_length
     engine.destroy_weights_update_group("slime-pp_0")
 
 
@@ -244,6 +211,49 @@ def atropos(world: World, cycles: int) -> None:
                 world.check(prompt, ids, values)
 
     asyncio.run(run())
+
+
+def nemo_rl(world: World, cycles: int) -> None:
+    """NeMo-RL's SGLang generation; its own push carries pickles, so those between are slime's calls."""
+    import nemo_rl as package
+
+    _module("nemo_rl.models.policy", PolicyConfig=dict)  # refuses newer versions of transformers than its own
+    sys.modules["nemo_rl.models.policy"].__path__ = [f"{package.__path__[0]}/models/policy"]
+    torch.cuda.nvtx.range_push = torch.cuda.nvtx.range_pop = lambda *_: None  # it marks its ranges without a GPU, too
+    from nemo_rl.distributed.batched_data_dict import BatchedDataDict
+    from nemo_rl.models.generation.sglang.sglang_generation import SGLangGeneration
+    from nemo_rl.models.generation.sglang.utils.async_utils import AsyncLoopThread
+    from nemo_rl.models.generation.sglang.utils.http_utils import HttpClient
+
+    servers = {"num_gpus": 1, "num_gpus_per_engine": 1, "sglang_server_concurrency": 8}
+    generation = SGLangGeneration.__new__(SGLangGeneration)  # without the servers and the router that it would start
+    generation.sglang_cfg = {
+        "sglang_cfg": {"context_length": 100, "sglang_server_config": servers},
+        "max_new_tokens": 8,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": None,
+        "_pad_token_id": 0,
+    }
+    generation.all_engines, generation.num_gpus_per_engine, generation._router_actor = [], 1, None
+    generation.router_ip, _, generation.router_port = world.url.removeprefix("http://").partition(":")
+    generation._async_loop, generation._http_client = AsyncLoopThread(), HttpClient(generation.sglang_cfg)
+    trainer = SglangTrainer(world.url)
+    trainer.join()
+    prompts = [PROMPT, PROMPT[:5]]
+    padded = torch.tensor([[*ids, *[0] * (8 - len(ids))] for ids in prompts])
+    for version in range(1, cycles + 1):
+        model = world.next_model()
+        trainer.push(model, str(version))
+        world.pushed(model)
+        asked = BatchedDataDict({"input_ids": padded, "input_lengths": torch.tensor([len(ids) for ids in prompts])})
+        got = generation.generate(asked)
+        for row, ids in enumerate(prompts):
+            end = int(got["unpadded_sequence_lengths"][row])
+            assert len(ids) < end <= len(ids) + 8
+            tokens, logprobs = got["output_ids"][row, :end].tolist(), got["logprobs"][row, len(ids) : end].tolist()
+            assert tokens[: len(ids)] == ids
+            world.check(ids, tokens[len(ids) :], logprobs)
 
 
 class GlooEngine:
@@ -314,7 +324,13 @@ def skyrl(world: World, cycles: int) -> None:
     asyncio.run(run())
 
 
-CLIENTS: dict[str, Callable[[World, int], None]] = {"areal": areal, "slime": slime, "atropos": atropos, "skyrl": skyrl}
+CLIENTS: dict[str, Callable[[World, int], None]] = {
+    "areal": areal,
+    "slime": slime,
+    "atropos": atropos,
+    "skyrl": skyrl,
+    "nemo_rl": nemo_rl,
+}
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.llm_server import LLMServerManager
 
 from rollout.launch import serve
-from tests.peers.sglang_clients import World
+from tests.peers.world import World
 from tests.support import text_server, tiny_models
 from tests.support.sglang_trainer import lengthen
 
