@@ -28,6 +28,7 @@ ABSENT: dict[str, str] = {
     "/reset_encoder_cache": _TEXT,
     "/reset_mm_cache": _TEXT,
     "/score": _POOLING,
+    "/skyrl/v1/generate": "use /inference/v1/generate, which tells routed experts as base64 of an array",
     "/start_draft_weight_update": "no draft model speculates here: use /start_weight_update",
     "/start_profile": _PROFILE,
     "/stop_profile": _PROFILE,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,6 +33,7 @@ OPTIONS: dict[str, Any] = {
     "enable_sleep_mode": True,
 }
 LAST = "model.norm.weight"
+JSON = {"Content-Type": "application/json"}
 
 
 class World:
@@ -327,3 +330,81 @@ def test_with_the_flag_nothing_is_aborted(unstopped: World) -> None:
         unstopped.http.post("/abort_request", json={"rid": "long"})
         meta = request.result(30)
     assert unstopped.check(ids, meta) == [0, 1, 2, 3]
+
+
+def test_a_trainer_that_dies_amid_a_chunk_leaves_the_old_weights(served: World) -> None:
+    before, label = served.info["epoch"], served.info["weight_version"]
+    first, second, _ = parts(tiny_models.model("llama", 78))
+    dying, served.trainer = served.trainer, SglangTrainer(served.server.url)
+    dying.post("/pause_generation")
+    dying.send(first, "dead")
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(served.generate, prompt(9))
+        described = {"names": list(second), "shapes": [list(tensor.shape) for tensor in second.values()]}
+        body = described | {"dtypes": ["float32"] * len(second), "group_name": dying.name, "weight_version": "dead"}
+        announced = pool.submit(dying.http.post, "/update_weights_from_distributed", json=body)
+        eventually(lambda: served.info["state"] == "receiving", 30)
+        torch.distributed.destroy_process_group(dying.group)
+        dying.group = None  # closes its connections, as the kernel does for a process that has died
+        gc.collect()
+        answer = announced.result(60)
+        assert (answer.status_code, answer.json()["success"]) == (400, False)
+        assert not waiting.done()
+        served.trainer.post("/continue_generation")
+        assert served.check(prompt(9), waiting.result(60)) == [before]
+    dying.http.close()
+    assert served.info["epoch"] == before
+    served.serves(label)
+    served.trainer.join()
+    model = served.fresh()
+    served.trainer.push(model, "after a death")
+    served.committed(model)
+    served.serves("after a death")
+
+
+STRANGE: list[Any] = [[], {}, {"a": [1]}, "", "x", -1, 2**70, 1.5, True, [["x"]], "\u2028", 10**400]
+CALLS: dict[str, list[str]] = {
+    "/pause_generation": ["mode"],
+    "/abort_request": ["rid", "abort_all"],
+    "/init_weights_update_group": [
+        *("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend", "pp_rank"),
+    ],
+    "/destroy_weights_update_group": ["group_name"],
+    "/update_weights_from_distributed": [
+        *("names", "dtypes", "shapes", "group_name", "weight_version", "load_format", "selector", "abort_all_requests"),
+    ],
+    "/update_weights_from_disk": ["model_path", "weight_version", "load_format", "abort_all_requests"],
+    "/pull_weights": ["local_checkpoint_dir", "source_dir", "target_version"],
+    "/weights_checker": ["action"],
+    "/resume_memory_occupation": ["tags"],
+    "/collective_rpc": ["method", "kwargs"],
+    "/generate": [
+        *("text", "input_ids", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num"),
+        *("token_ids_logprob", "stream", "data_parallel_rank", "return_sampling_mask", "routed_experts_start_len"),
+    ],
+}
+
+
+@pytest.mark.parametrize("path", CALLS)
+def test_values_of_other_types_are_no_server_error(served: World, path: str, tmp_path: Path) -> None:
+    before = served.info["epoch"]
+    named = {
+        "/init_weights_update_group": {"master_address": "127.0.0.1", "rank_offset": -1, "world_size": 0},
+        "/update_weights_from_distributed": {"names": [LAST], "dtypes": ["float32"], "shapes": [[64]]},
+        "/pull_weights": {"local_checkpoint_dir": "x\0y", "source_dir": str(tmp_path), "target_version": 1},
+        "/collective_rpc": {"method": "update_weights_nccl"},
+        "/generate": {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}},
+    }.get(path, {})
+    for field in CALLS[path]:
+        for value in STRANGE:
+            answer = served.http.post(path, content=json.dumps(named | {field: value}), headers=JSON)
+            assert answer.status_code < 500, (field, value, answer.text)
+            if answer.status_code >= 400:
+                assert answer.status_code in (400, 409), (field, value, answer.text)  # 409: no owner's token
+                assert set(answer.json()) in ({"success", "message"}, {"error"})
+    for body in ([], "x", None, 7):
+        answer = served.http.post(path, content=json.dumps(body), headers=JSON)
+        assert answer.status_code < 500, (body, answer.text)
+    served.http.post("/continue_generation", json={})
+    assert served.info["epoch"] == before
+    served.serves(served.info["weight_version"])
