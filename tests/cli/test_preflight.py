@@ -27,7 +27,7 @@ from rollout.config import EngineConfig, ServerConfig
 from rollout.flags import whole_number
 from rollout.model import model_config
 from rollout.server import main
-from tests.support import tiny_models
+from tests.support import schemas, tiny_models
 
 
 def invoke(*arguments: object, **environment: str) -> Any:
@@ -285,6 +285,30 @@ def test_a_command_line_of_vllms(served: list[Any], model: Path) -> None:
     told = [told for told in answer.output.splitlines() if "is ignored" in told]
     flags = ["--disable-log-requests", "--disable-log-stats", "--swap-space", "--generation-config"]
     assert [told.split()[2] for told in told] == [*flags, "--optimization-level", "--compilation-config"]
+
+
+def test_what_launch_scripts_pass_is_served_ignored_or_refused_by_name(served: list[Any], tmp_path: Path) -> None:
+    model = schemas.build(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }}")
+    line = ["--tokenizer", model, "--chat-template", template, "--enable-auto-tool-choice", "--enable-sleep-mode"]
+    line += ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--max-model-len", "4k"]
+    line += ["--weight-transfer-config", '{"backend": "nccl"}', "--disable-log-requests", "--revision", "main"]
+    answer = invoke("serve", model, *line)
+    assert answer.exit_code == 0, answer.output
+    engine, server = served
+    assert (engine.max_model_len, engine.enable_sleep_mode) == (4000, True)
+    assert (server.tokenizer, server.chat_template) == (str(model), str(template))
+    assert (server.enable_auto_tool_choice, server.tool_call_parser) == (True, "hermes")
+    assert server.reasoning_parser == "qwen3"
+    told = [told.split()[2] for told in answer.output.splitlines() if "is ignored" in told]
+    assert told == ["--weight-transfer-config", "--disable-log-requests", "--revision"]
+    for flag in (["--trust-remote-code"], ["--revision", "abc"], ["--tool-call-parser", "mine"]):
+        answer = invoke("serve", model, *flag)
+        assert answer.exit_code == 2
+        assert flag[0] in answer.output
 
 
 def test_flags_of_vllms_are_ours_ignored_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
