@@ -32,7 +32,8 @@ async def admit(
     rank = data_parallel_rank(server, headers, body.wanted_rank)
     check_prompt(server.model, token_ids)
     params = body.to_sampling_params()
-    adapter = server.check_model(body.wanted_adapter(first_index // max(1, params.n)), param=body.adapter_param)
+    named = body.wanted_adapter(first_index // max(1, params.n))
+    adapter = server.check_model(named, param=body.adapter_param) if named else None
     body.adapt(params, server.config)
     resolve_params(server.model, server.engine_config, params, len(token_ids))
     vocabulary, wants_text = None, body.wants_text
@@ -64,7 +65,7 @@ async def admit(
         priority=body.priority,
         cache_salt=body.cache_salt,
         return_sampling_mask=server.config.return_sampling_mask or body.wants_sampling_mask,
-        session_id=body.session or headers.get("x-session-id") or None,
+        session_id=body.session_id or (body.vllm_xargs and body.session) or headers.get("x-session-id") or None,
         grammar=grammar,
         tokenizer=server.config.tokenizer,
         thinking=thinking,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from array import array
 from collections.abc import Iterable
 from itertools import groupby
@@ -51,7 +52,8 @@ def _row_bytes(shape: RoutingShape | None) -> int:
 
 
 class ChoiceReader:
-    """Collects the outputs of one choice in its next Delta, up to the token that completes a stop string."""
+    """Collects the outputs of one choice in its next Delta, up to the token that completes a stop string. `times` are
+    those at which its tokens came."""
 
     def __init__(
         self,
@@ -64,6 +66,7 @@ class ChoiceReader:
         keeps_ids: bool = False,
     ) -> None:
         self.ended = False
+        self.times = array("d")
         self._kept: array[int] | None = array("i") if keeps_ids else None
         self._index = index
         self._with_logprobs = params.logprobs is not None
@@ -192,7 +195,7 @@ class Generation(Answer):
         assert self._stream is not None
         self._stream.__exit__(kind, error, traceback)
         if self.completion_tokens:
-            self._clock.end(self._stream.client.rank, self.prompt_tokens, self.completion_tokens, self.n)
+            self._clock.end(self._stream.client.rank, self.prompt_tokens, [choice.times for choice in self._choices])
         if self._server.config.enable_log_requests:
             self._log()
 
@@ -217,7 +220,7 @@ class Generation(Answer):
 
     def timing(self) -> RequestTiming | None:
         """How long the one choice took."""
-        return self._clock.timing(self.completion_tokens) if self.n == 1 else None
+        return self._clock.timing(self._choices[0].times) if self.n == 1 else None
 
     def __aiter__(self) -> Self:
         return self
@@ -242,9 +245,11 @@ class Generation(Answer):
         assert self._stream is not None, "enter the generation first"
         touched: dict[int, ChoiceReader] = {}
         outputs = await anext(self._stream)
-        self._clock.read(self._stream.client.rank, outputs)
+        if self._clock.first is None:
+            self._clock.read_first(self._stream.client.rank, outputs[0])
         if self._stream.restarts != self._restarts:
             self._begin(self._stream.restarts)
+        now = time.monotonic()
         for output in outputs:
             self.cached_tokens = max(self.cached_tokens, min(output.cached_tokens, self.prompt_tokens))
             if output.prompt_logprobs is not None:
@@ -253,6 +258,7 @@ class Generation(Answer):
             if not choice.ended:
                 if output.token_id is not None:
                     self.completion_tokens += 1
+                    choice.times.append(now)
                     self.weight_version = output.version
                 if choice.add(output):
                     self._stream.end_choice(output.index)

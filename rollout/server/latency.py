@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
+import numpy as np
 from prometheus_client.core import HistogramMetricFamily
 
 from rollout.messages import LATENCY_BUCKETS
@@ -46,6 +47,14 @@ class Histograms:
         counts[bisect_left(tops, value)] += times
         self._sums[name, rank] += value * times  # type: ignore[assignment]
 
+    def observe_all(self, name: str, rank: int, values: np.ndarray, times: np.ndarray) -> None:
+        """Note that each of these values came so many times, (values,) each."""
+        tops = _BUCKETS[name][0]
+        found = np.bincount(np.searchsorted(tops, values), weights=times, minlength=len(tops) + 1)
+        before = self._counts.get((name, rank), [0] * (len(tops) + 1))
+        self._counts[name, rank] = [count + int(more) for count, more in zip(before, found, strict=True)]
+        self._sums[name, rank] += float(values @ times)  # type: ignore[assignment]
+
     def families(self, model: str, labels: Sequence[str], ranks: Iterable[int]) -> Iterator[HistogramMetricFamily]:
         """What Prometheus is told; of an engine without any value zeros."""
         ranks = list(ranks)
@@ -83,46 +92,44 @@ class RequestClock:
     def __init__(self, histograms: Histograms) -> None:
         self._histograms = histograms
         self._began = time.monotonic()
-        self._last: dict[int, float] = {}
-        self._first = 0.0
         self._waited = 0.0
+        self.first: float | None = None
+        """When the first token came."""
 
     @property
     def seconds(self) -> float:
         """Since it began."""
         return time.monotonic() - self._began
 
-    def read(self, rank: int, outputs: Sequence[TokenOutput]) -> None:
-        """Note the times of these outputs of engine `rank`, which have just come. Tokens of a choice that come together
-        share the time since the one before them; those that come with the first one have none."""
-        now = time.monotonic()
-        if not self._last:
-            self._first, self._waited = now, outputs[0].waited_s or 0.0
-            self._histograms.observe(FIRST, rank, now - self._began)
-        for index, count in Counter(output.index for output in outputs if output.token_id is not None).items():
-            last = self._last.get(index)
-            if gaps := count - (last is None):
-                self._histograms.observe(NEXT, rank, 0.0 if last is None else (now - last) / count, gaps)
-            self._last[index] = now
+    def read_first(self, rank: int, output: TokenOutput) -> None:
+        """Note that engine `rank` has just brought the first output."""
+        self.first, self._waited = time.monotonic(), output.waited_s or 0.0
+        self._histograms.observe(FIRST, rank, self.first - self._began)
 
-    def timing(self, tokens: int) -> RequestTiming:
-        """What is known of a request whose only choice has so many tokens."""
-        if not self._last:
+    def timing(self, times: Sequence[float]) -> RequestTiming:
+        """What is known of a request whose only choice has tokens that came at these times."""
+        if self.first is None or not times:
             return RequestTiming()
-        scheduled, last = self._began + self._waited, max(self._last.values(), default=self._first)
+        scheduled, last = self._began + self._waited, times[-1]
         timing = RequestTiming(
-            time_to_first_token_ms=1000 * max(0.0, self._first - scheduled),
-            generation_time_ms=1000 * (last - self._first),
+            time_to_first_token_ms=1000 * max(0.0, self.first - scheduled),
+            generation_time_ms=1000 * max(0.0, last - self.first),
             queue_time_ms=1000 * self._waited,
         )
-        if tokens > 1:
-            timing.mean_itl_ms = 1000 * (last - self._first) / (tokens - 1)
+        if len(times) > 1:
+            timing.mean_itl_ms = 1000 * max(0.0, last - self.first) / (len(times) - 1)
         if last > scheduled:
-            timing.tokens_per_second = tokens / (last - scheduled)
+            timing.tokens_per_second = len(times) / (last - scheduled)
         return timing
 
-    def end(self, rank: int, prompt_tokens: int, completion_tokens: int, n: int) -> None:
-        """Note that the request has ended, with so many tokens."""
+    def end(self, rank: int, prompt_tokens: int, choices: Sequence[Sequence[float]]) -> None:
+        """Note that the request has ended, whose tokens came at these times, by choice. Tokens of a choice that came
+        together share the time since the one before them; those that came with the first one have none."""
         self._histograms.observe(WHOLE, rank, self.seconds)
-        for name, count in ((PROMPT, prompt_tokens), (GENERATED, completion_tokens), (CHOICES, n)):
+        for times in choices:
+            came, counts = np.unique(np.asarray(times), return_counts=True)
+            gaps = np.diff(came, prepend=came[:1]) / counts
+            counts[:1] -= 1
+            self._histograms.observe_all(NEXT, rank, gaps, counts)
+        for name, count in ((PROMPT, prompt_tokens), (GENERATED, sum(map(len, choices))), (CHOICES, len(choices))):
             self._histograms.observe(name, rank, count)

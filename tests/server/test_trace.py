@@ -16,7 +16,7 @@ from rollout.server.app import create_app
 from tests.support import fake_engine
 from tests.support.trace import Trace, traced
 
-MOVES, CALLS = 77, 170
+MOVES, CALLS = 73, 162
 TOKENS = 3
 
 

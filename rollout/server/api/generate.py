@@ -80,7 +80,8 @@ async def _answer(dialect: type[Writer[B]], body: B, request: Request) -> Respon
         generation.prompt_text = encoded.text
         generations.append(generation)
     response = await respond(request, server, dialect(body, server.config, generations), generations)
-    response.headers.update(server.ignored_header(body.ignored))
+    if ignored := body.ignored:
+        response.headers.update(server.ignored_header(ignored))
     return response
 
 

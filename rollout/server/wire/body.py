@@ -195,7 +195,8 @@ class GenerationBody(Body):
 
     def check(self) -> None:
         """Raise ParameterError, naming the field, for what isn't served and for fields that don't go together."""
-        refuse_unserved(self.model_extra or {})
+        if self.model_extra:
+            refuse_unserved(self.model_extra)
         for name, value in (self.vllm_xargs or {}).items():
             if name != "session_id" or not isinstance(value, str):
                 raise ParameterError(
