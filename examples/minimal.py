@@ -57,4 +57,4 @@ def train(folder: str, steps: int, learning_rate: float) -> list[float]:
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], steps=40, learning_rate=1e-5)
+    train(sys.argv[1], steps=20, learning_rate=3e-5)

@@ -289,7 +289,7 @@ class AsyncRolloutClient(_Client[AsyncGenerator[Generation, None]]):
             return False
         return True
 
-    async def wait_until_ready(self, timeout_s: float = 120.0) -> None:
+    async def wait_until_ready(self, timeout_s: float = 600.0) -> None:
         """Return once the server is healthy. Raises the last RolloutError after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import inspect
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollout import launch
 from rollout.config import ServerConfig
 from tests.support import fake_engine
 from tests.support.server_harness import RunningServer, running_server
@@ -213,6 +215,12 @@ def test_ids_may_be_numpy_arrays_and_tensors(server: RunningServer, kind: Any) -
     with pytest.raises(ValueError, match=r"one dimension, got the shape \(1, 2\)"):
         client.generate(torch.tensor([PROMPT]))
     client.close()
+
+
+def test_a_start_is_waited_for_as_long_as_the_server_waits_for_its_engine() -> None:
+    for kind in (RolloutClient, AsyncRolloutClient):
+        waits = inspect.signature(kind.wait_until_ready).parameters["timeout_s"].default
+        assert waits == launch.START_TIMEOUT_S == ServerConfig().engine_start_timeout_s
 
 
 @CLIENTS

@@ -9,17 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rollout.demo import task
 from rollout.demo.loop import Lags, run
 from rollout.demo.model import fetch_smollm2
-from rollout.demo.report import Step, conclusion, most_versions, summary
+from rollout.demo.report import PANELS, Step, conclusion, most_versions, summary
 from tests.support import tiny_models
 from tests.support.wait import eventually
 from trainer_bridge import RolloutClient
 from trainer_bridge.client import Choice, Span
+from trainer_bridge.loop import dashboard
 from trainer_bridge.loop.sampler import SamplerStats
 from trainer_bridge.rollouts import Prompt, RolloutGroup
 
@@ -130,6 +133,29 @@ def test_a_group_with_a_fresh_token_is_trained_on_however_old_its_oldest_is() ->
     assert lags.of(_group(crossed)).tolist() == [8, 8, 8, 3]
     assert not lags.are_usable(_group(old))
     assert lags.too_old == 1
+
+
+@pytest.mark.parametrize("panels", [PANELS, sum(dashboard.LAYOUT.values(), ())], ids=["demo", "examples"])
+def test_plots_have_whole_steps_and_labels_in_their_places(
+    panels: tuple[dashboard.Panel, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, figures = FigureCanvasAgg.print_png, list[Figure]()
+    monkeypatch.setattr(
+        FigureCanvasAgg, "print_png", lambda self, path: (figures.append(self.figure), drawn(self, path))
+    )
+    names = [name for panel in panels for name in panel.metrics]
+    dashboard.plot(
+        [{dashboard.STEP: n, **dict.fromkeys(names, 1e-5 * n)} for n in (1, 2, 3)], tmp_path / "x.png", panels
+    )
+    (figure,) = figures
+    shown = [axes for axes in figure.axes if axes.axison]
+    assert len(shown) == len(panels)
+    for axes in shown:
+        assert all(tick == round(tick) for tick in axes.get_xticks())
+        legend, title = axes.get_legend().get_window_extent(), axes.title.get_window_extent()
+        assert all(axes.bbox.contains(*corner) for corner in legend.corners())
+        assert all(figure.bbox.contains(*corner) for corner in axes.get_tightbbox().corners())
+        assert not any(title.overlaps(other.get_tightbbox()) for other in shown if other is not axes)
 
 
 def _run(model: Path, output: Path, *, steps: int, seed: int) -> tuple[dict[str, float], str]:
