@@ -186,6 +186,12 @@ def test_both_are_part_of_scale_out() -> None:
                 assert "--enable-scale-out" in message
 
 
+def test_the_requests_of_several_prompts_have_ids_of_their_own(client: httpx.Client) -> None:
+    for prompts, ids in ((["a", "b"], ["cmpl-h-0", "cmpl-h-1"]), (["a"], ["cmpl-h"])):
+        answer = ok(client.post(f"{COMPLETIONS}/render", json={"prompt": prompts}, headers={"X-Request-Id": "h"}))
+        assert [one["request_id"] for one in answer] == ids
+
+
 VOCABULARIES = [
     Vocabulary(make())
     for make in (tiny_tokenizers.byte_level, tiny_tokenizers.byte_fallback, tiny_tokenizers.word_piece)

@@ -71,14 +71,15 @@ def _ignored(server: ServerContext, body: OpenAIRequest) -> dict[str, str]:
 async def _rendered(server: ServerContext, body: OpenAIRequest, headers: Headers) -> list[RenderedRequest]:
     server.check_model(body.model)
     body.check()
-    rendered = []
-    for prompt in body.prompts():
+    rendered: list[RenderedRequest] = []
+    name, prompts = make_request_id(headers, body), body.prompts()
+    for number, prompt in enumerate(prompts):
         encoded = await encode(server, prompt, offsets=bool(body.return_token_offsets))
         ids, params = encoded.token_ids, body.to_sampling_params()
         check_prompt(server.model, ids)
         resolve_params(server.model, server.engine_config, params, len(ids))
         one = RenderedRequest(
-            request_id=make_request_id(headers, body),
+            request_id=name if len(prompts) == 1 else f"{name}-{number}",
             token_ids=ids,
             token_offsets=encoded.offsets,
             sampling_params=_rendered_params(params),
