@@ -43,6 +43,7 @@ from rollout.weights.offer import offer_weights
 
 logger = logging.getLogger(__name__)
 PROGRESS_S = 1.0  # a step that takes longer is reported on as often
+COLLECTED_AFTER = (10_000, 20, 20)  # a look at the prompts of a thousand requests takes 0.2 s: seldom
 MESSAGES_S = 0.05  # what has come in is read for so long before a step: there may be thousands of long prompts
 
 
@@ -150,6 +151,7 @@ class EngineProcess:
         """Serve for ever."""
         gc.collect()
         gc.freeze()  # what was loaded stays: no collection between two steps need look at it
+        gc.set_threshold(*COLLECTED_AFTER)
         self._send(ready(self.engine))
         while True:
             self.turn()

@@ -98,7 +98,7 @@ class DecodeGraphs:
         self._positions = torch.zeros(1, max_num_seqs, dtype=torch.int64, device=device)
         self._head_rows = torch.arange(max_num_seqs, device=device)
         self._logits = torch.empty(0)  # (max_num_seqs, vocab), made by the first forward
-        self.replays = 0
+        self._filled = self.replays = 0
 
     def capture_all(self, graphs: dict[int, Graph]) -> None:
         """Capture a graph for each batch size into `graphs`, the largest first: the smaller ones find room in its pool.
@@ -130,9 +130,12 @@ class DecodeGraphs:
         size = next((size for size in self.sizes[bisect_left(self.sizes, rows) :] if size in graphs), None)
         if size is None:
             return None
-        # What an earlier batch left in the rows behind are valid ids and positions.
+        # The rows behind keep valid ids of an earlier batch, but no positions: rotary factors may follow the largest.
         self._input_ids[0, :rows].copy_(input_ids, non_blocking=True)
         self._positions[0, :rows].copy_(positions, non_blocking=True)
+        if rows < self._filled:
+            self._positions[0, rows : self._filled].zero_()
+        self._filled = rows
         self._backend.prepare(pad_decodes(batch, size))
         graphs[size].replay()
         self.replays += 1

@@ -166,6 +166,19 @@ def test_replayed_decodes_agree_with_eager_ones_under_both_parameter_sets() -> N
 
 
 @torch.inference_mode()
+def test_positions_of_a_larger_batch_stayed_behind_a_smaller_one() -> None:
+    """A model whose rotary factors follow the largest position of its batch would have been told of them."""
+    lab = Lab()
+    decodes, graphs = lab.graphs, lab.captured[0]
+    decodes.capture_all(graphs)
+    for contexts in ([9, 8, 7], [5], [4, 3, 2]):
+        batch = RaggedBatch([*range(len(contexts) + 1)], contexts, [[1, 2, 3]] * len(contexts))
+        decodes.run(graphs, torch.zeros(len(contexts), dtype=torch.int64), torch.from_numpy(batch.positions), batch)
+        expected = [length - 1 for length in contexts] + [0] * (4 - len(contexts))
+        assert decodes._positions[0].tolist() == expected
+
+
+@torch.inference_mode()
 def test_a_graph_replays_the_weights_that_a_commit_by_copy_has_brought() -> None:
     lab = Lab()
     parameters = ModelParameters(lab.model, "copy")
