@@ -252,3 +252,28 @@ def test_without_the_flag_the_answer_says_so() -> None:
         refused = load(http, "x", "/x")
         assert refused.status_code == 403
         assert "--enable-lora" in refused.json()["error"]["message"]
+
+
+def test_what_trainers_send_is_understood(server: RunningServer, client: httpx.Client, folders: Folders) -> None:
+    """TRL's own client; the bodies of ART (`art/vllm`), which names steps, and of AReaL's SGLang backend."""
+    from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+    path = folders.adapter("trainers", kind=1, seed=8)
+    trl = VLLMClient(server.url, server_timeout=60)
+    config = trl.get_server_info()["lora_config"]
+    assert (config["max_loras"], config["max_lora_rank"]) == (16, 256)  # TRL compares both with what it needs
+    trl.load_lora_adapter("trl-policy-1", path)
+    check(generate(client, "trl-policy-1"), folders.models[path])
+    trl.unload_lora_adapter("trl-policy-1")
+    trl.unload_lora_adapter("trl-policy-1")  # "missing names are not an error"
+    assert load(client, "model@7", path, load_inplace=True).status_code == 200
+    check(generate(client, "model@7"), folders.models[path])
+    body = {"lora_name": "lora-v3", "lora_path": path}
+    assert client.post("/load_lora_adapter", json=body).json()["success"]
+    sampling = {"max_new_tokens": 4, "temperature": 1.0}
+    asked = {"input_ids": prompt(12), "sampling_params": sampling, "return_logprob": True, "lora_path": "lora-v3"}
+    answer = client.post("/generate", json=asked).json()
+    assert answer["meta_info"]["weight_version"] == "lora-v3@1"
+    got = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
+    expected = single(folders.models[path], prompt(12), answer["output_ids"])
+    torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
