@@ -229,7 +229,7 @@ def _sample(
     raw_top = tl.max(tl.max(tops, 1), 0)
     likeliest = tl.min(tl.min(tl.where(tops == raw_top, firsts, vocab - 1), 1), 0)
     finite = tl.max(tl.max(broken, 1), 0) == 0
-    raw_top = tl.where(finite, raw_top, 0.0)
+    raw_top = tl.where((raw_top > float("-inf")) & (raw_top < float("inf")), raw_top, 0.0)
     top = tl.div_rn(raw_top, temperature)
 
     sums = tl.zeros((BLOCKS // TILE, TILE), tl.float32)

@@ -104,6 +104,16 @@ def test_the_kernel_gives_the_tokens_logprobs_and_ranks_of_the_definition(mode: 
         assert entry.rank == 1 + (logprobs[r] > expected).sum().item()
 
 
+@pytest.mark.usefixtures("by_triton")
+def test_the_kernel_draws_from_what_filters_have_left() -> None:
+    """Far from 0, where exp overflows or vanishes unless the largest is taken away from all."""
+    logits = 3 * torch.randn(ROWS, 700, generator=torch.Generator().manual_seed(3))
+    logits[:, ::3] = -torch.inf
+    logits += torch.tensor([300.0, -300.0, 0.0] * (ROWS // 3))[:, None]
+    numbers = torch.tensor([0.0, 0.2, 0.4, 0.6, 0.8, 1 - 2.0**-53], dtype=torch.float64)
+    assert sampler.draw(logits, numbers).tolist() == sampler._draw_in_torch(logits, numbers).tolist()
+
+
 NARROWED: list[dict[str, Any]] = [
     {"top_k": 5},
     {"top_k": 40, "top_p": 0.7},
