@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rollout.cli.accepted import IGNORED as IGNORED_FLAGS
@@ -27,6 +29,7 @@ from rollout.server.wire.sglang_fields import NO_EFFECT as SGLANG_NO_EFFECT
 from rollout.server.wire.sglang_fields import REFUSED as SGLANG_REFUSED
 from rollout.server.wire.tokens import GenerateRequest
 
+_OUTCOMES = Path(__file__).parents[1] / "tests" / "data" / "vllm_outcomes.json"
 _PARAMS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 # By path, the fields that its body declares: those of `sampling_params` are named alone.
@@ -126,9 +129,34 @@ def _reasons(what: str, table: Mapping[str, str]) -> Iterator[str]:
         yield _row(f"`{name}`", why)
 
 
+def _tests() -> Iterator[str]:
+    outcomes: dict[str, tuple[str, str]] = json.loads(_OUTCOMES.read_text())
+    counts = Counter((test.partition("::")[0], kind) for test, (kind, _) in outcomes.items())
+    kinds = ("passed", "refused", "inapplicable", "failed")
+    yield "\n## vLLM's own tests\n"
+    yield "Files below its `tests/entrypoints` that a text model may pass, run against `rollout serve` on SmolLM2 by"
+    yield "`python -m tests.peers.vllm_tests`, as last recorded: tests/data/vllm_outcomes.json has each test, and why"
+    yield "it doesn't pass. Refused: by a word that says so. Inapplicable: calls vLLM's own code, or needs a GPU,"
+    yield "adapters or a network.\n"
+    yield _row("file", *kinds)
+    yield _row("---", *("---" for _ in kinds))
+    for file in sorted({file for file, _ in counts}):
+        yield _row(f"`{file}`", *(str(counts[file, kind] or "") for kind in kinds))
+    yield _row("all", *(str(sum(n for (_, one), n in counts.items() if one == kind)) for kind in kinds))
+    yield "\nFailed, and why:\n"
+    whys: dict[str, list[str]] = {}
+    for test, (kind, why) in sorted(outcomes.items()):
+        if kind == "failed":
+            whys.setdefault(why, []).append(test.rpartition("::")[2].partition("[")[0])
+    yield _row("why", "tests")
+    yield _row("---", "---")
+    for why, tests in whys.items():
+        yield _row(why, ", ".join(f"`{test}`" for test in dict.fromkeys(tests)))
+
+
 def page() -> str:
     """The page's text."""
-    return "\n".join([_HEAD.rstrip("\n"), *_endpoints(), *_fields(), *_sglang(), *_flags()]) + "\n"
+    return "\n".join([_HEAD.rstrip("\n"), *_endpoints(), *_fields(), *_sglang(), *_flags(), *_tests()]) + "\n"
 
 
 if __name__ == "__main__":

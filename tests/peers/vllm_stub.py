@@ -25,7 +25,7 @@ import pytest
 
 REFUSALS = re.compile(
     r"[^\n]*(?:not supported by this server|isn't offered by this server|isn't served|is no query parameter of"
-    r"|The body holds|runs text-only models"
+    r"|The body holds|runs text-only models|can't be served beside the reasoning"
     r"|are disabled\. Restart|greater than max allowed|: must be .* here, got)[^\n]*"
 )
 # What calls vLLM's code in another way, or what no machine without a GPU or a network has.
