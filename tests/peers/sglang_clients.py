@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 import types
+import typing
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import Any
 import httpx
 import torch
 import torch.distributed as dist
+import typing_extensions
 
 from rollout.launch import serve
 from tests.peers.world import PROMPT, World, free_port
@@ -276,6 +278,7 @@ class GlooEngine:
 
 def skyrl(world: World, cycles: int) -> None:
     """SkyRL's remote client, and its broadcast sender over /collective_rpc."""
+    typing.TypedDict = typing_extensions.TypedDict  # pydantic wants it so for SkyRL's types before Python 3.12
     for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer"):
         _module(name)
     _module("vllm.distributed.weight_transfer.nccl_engine", NCCLWeightTransferEngine=GlooEngine)
