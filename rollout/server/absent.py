@@ -53,8 +53,8 @@ ABSENT: dict[str, str] = {
 
 
 def why_absent(path: str) -> str | None:
-    """What to tell whoever asks for this path of a vLLM server; None for a path that neither has."""
+    """What to tell whoever asks for this path of another server; None for a path that none has."""
     why = ABSENT.get(path)
     if why is None and path.startswith("/v1/responses/"):
         why = ABSENT["/v1/responses/{response_id}" + ("/cancel" if path.endswith("/cancel") else "")]
-    return None if why is None else f"{path} of vLLM isn't offered by this server: {why}."
+    return None if why is None else f"{path} isn't offered by this server: {why}."

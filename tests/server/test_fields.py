@@ -238,5 +238,5 @@ def test_every_path_of_vllms_is_served_or_says_what_to_use(server: RunningServer
         asked = path.replace("{response_id}", "resp_1")
         for method in ("GET", "POST"):
             status, _, message = refusal(client.request(method, asked))
-            assert (status, message) == (404, f"{asked} of vLLM isn't offered by this server: {why}.")
+            assert (status, message) == (404, f"{asked} isn't offered by this server: {why}.")
     assert refusal(client.get("/no/such/path"))[2] == "Not Found"
