@@ -386,7 +386,10 @@ CALLS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("path", CALLS)
-def test_values_of_other_types_are_no_server_error(served: World, path: str, tmp_path: Path) -> None:
+def test_values_of_other_types_are_no_server_error(
+    served: World, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where /pull_weights makes the folders that it is told
     before = served.info["epoch"]
     named = {
         "/init_weights_update_group": {"master_address": "127.0.0.1", "rank_offset": -1, "world_size": 0},
