@@ -1,7 +1,7 @@
 """The adapters that a fleet serves: which versions there are, what a name stands for, what goes when there is no room.
 
 A version never changes. All engines have all of them: one that is loaded is read and checked by each engine, then
-entered in all, and only then found by its name. The first engine writes a copy of what it has read, which is given to
+entered in all, and only then found by its name. The engines write a copy of what they have read, which is given to
 one that comes back: the trainer's own folder may hold something else by then.
 """
 
@@ -11,21 +11,26 @@ import asyncio
 import contextlib
 import itertools
 import shutil
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from rollout.fleet.client import EngineClient
 from rollout.fleet.errors import EngineError
+from rollout.fleet.weight_calls import call_all, starts
 from rollout.folders import OwnedFolder
 
 Body = dict[str, Any]
 Send = Callable[[str, Body, float], Awaitable[Body]]
 
 _CALL_S = 60.0
-_MOST_NAME = 256
+MOST_NAME = 256
 MOST_NAMES = 1 << 16
 """Names whose last number is remembered, so that a label never names two things."""
+
+
+class NameTakenError(EngineError):
+    """The base model has this name, or an adapter that the load wasn't to replace."""
 
 
 @dataclass(eq=False)
@@ -46,9 +51,10 @@ class Version:
 class FleetAdapters:
     """Names and versions. Lives on one event loop.
 
-    `living` are the engines that calls go to; `turn` keeps engines from joining; `in_use` are the labels that requests
-    in flight run on. At most `most` versions stay loaded: the oldest unused one that a newer one has replaced goes
-    first, then the one whose last request was longest ago, with its name. None goes that a request runs on.
+    `living` are the engines that calls go to; `turn` keeps engines from joining while versions come and go; `in_use`
+    are the labels that requests in flight run on. At most `most` versions stay loaded: the oldest unused one that a
+    newer one has replaced goes first, then the one whose last request was longest ago, with its name. None goes that a
+    request runs on. `reserved` are the names of the base model.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class FleetAdapters:
         most: int,
     ) -> None:
         self._living, self._turn, self._in_use, self._most = living, turn, in_use, most
+        self.reserved: Collection[str] = ()
         self._loading = asyncio.Lock()
         self._folder: OwnedFolder | None = None
         self._clock = itertools.count(1)
@@ -85,29 +92,40 @@ class FleetAdapters:
         version.used = next(self._clock)
         return version.label
 
-    async def load(self, name: str, path: str, *, timeout_s: float) -> Version:
+    async def load(self, name: str, path: str, *, replace: bool, timeout_s: float) -> Version:
         """Have all engines serve this folder under the name, from its newest version on: all of them, or none.
 
         Requests that run end on the version that they began on. Raises EngineError: 404 and 400 for a folder that can't
-        be served, 503 where there is no room, or an engine fails.
+        be served, and without `replace` for a name that is loaded, 503 where there is no room, or an engine fails.
         """
         async with self._loading:
+            self._check_free(name)
+            if not replace and name in self._current:
+                raise NameTakenError(
+                    f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+                    "'load_inplace' to True.",
+                    status=400,
+                )
             await self._make_room()
             version = self._next(name, path)
             ranks = self._living()
-            prepared = _starts(ranks)
-            bodies = [{"label": version.label, "path": path} for _ in ranks]
-            bodies[0]["keep_in"] = version.copy
-            try:
-                await _call(ranks, "load_adapter", bodies, timeout_s)
+            prepared = starts(ranks)
+            async with self._dropped_if_it_fails(version):
+                body = {"label": version.label, "path": path, "keep_in": version.copy}
+                await call_all(ranks, "load_adapter", body, timeout_s)
                 async with self._turn:  # no engine joins meanwhile, without it
                     ranks = [rank for rank in self._living() if (rank.rank, rank.starts) in prepared]
-                    await _call(ranks, "commit_adapter", [{"label": version.label}] * len(ranks), _CALL_S)
+                    await call_all(ranks, "commit_adapter", {"label": version.label}, _CALL_S)
                     await self._enter(version, prepared)
-            except BaseException:
-                await self._drop(version)
-                raise
             return version
+
+    @contextlib.asynccontextmanager
+    async def _dropped_if_it_fails(self, version: Version) -> AsyncIterator[None]:
+        try:
+            yield
+        except BaseException:
+            await self._drop(version)
+            raise
 
     async def call(self, method: str, params: Body, timeout_s: float, send: Send) -> Body:
         """A weight call, answered by `send`; the update that it belongs to may bring an adapter.
@@ -122,23 +140,28 @@ class FleetAdapters:
         if method == "finish_weight_update" and not params.get("prepare"):
             version, ranks = self._pushed.pop(str(answer.get("update_id")), (None, frozenset()))
             if version is not None:
-                async with self._turn:
+                async with self._dropped_if_it_fails(version), self._turn:
                     await self._enter(version, ranks)
         return answer
 
     async def _start(self, name: object, params: Body, timeout_s: float, send: Send) -> Body:
-        if not isinstance(name, str) or not 0 < len(name) <= _MOST_NAME:
-            raise EngineError(f"adapter must be a name of 1 to {_MOST_NAME} characters", status=400, param="adapter")
+        if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
+            raise EngineError(f"adapter must be a name of 1 to {MOST_NAME} characters", status=400, param="adapter")
+        self._check_free(name)
         async with self._loading:
             await self._make_room()
             version = self._next(name, "pushed")
-        ranks = _starts(self._living())
+        ranks = starts(self._living())
         body = params | {"adapter": version.label, "keep_in": version.copy}
         answer = await send("start_weight_update", body, timeout_s)
         for abandoned, _ in self._pushed.values():
             await self._drop(abandoned)
         self._pushed = {str(answer["update_id"]): (version, ranks)}
         return answer
+
+    def _check_free(self, name: str) -> None:
+        if name in self.reserved:
+            raise NameTakenError(f"'{name}' is the base model's name: give the adapter another one.", status=400)
 
     def _next(self, name: str, root: str) -> Version:
         """The next version of this name, with no more of it than its label."""
@@ -152,8 +175,8 @@ class FleetAdapters:
         """Let requests find a version that these engines have; the others are given it."""
         late = [rank for rank in self._living() if (rank.rank, rank.starts) not in ranks]
         body = {"label": version.label, "path": version.copy}
-        await _call(late, "load_adapter", [body] * len(late), _CALL_S)
-        await _call(late, "commit_adapter", [{"label": version.label}] * len(late), _CALL_S)
+        await call_all(late, "load_adapter", body, _CALL_S)
+        await call_all(late, "commit_adapter", {"label": version.label}, _CALL_S)
         version.used = next(self._clock)
         self._versions[version.label] = self._current[version.name] = version
 
@@ -166,12 +189,14 @@ class FleetAdapters:
             for version in [version for version in self._versions.values() if version.name == name]:
                 del self._versions[version.label]
                 self._leaving[version.label] = version
-            await self._sweep()
+            async with self._turn:
+                await self._sweep()
 
     async def restore(self, client: EngineClient) -> None:
-        """Give an engine that has just loaded every version that the fleet serves. Raises EngineError."""
+        """Give an engine that has just loaded every version that the fleet serves. Hold `turn`. Raises EngineError."""
         for version in list(self._versions.values()):
             body = {"label": version.label, "path": version.copy}
+            await client.send_call("drop_adapter", body, timeout_s=_CALL_S)  # of a try that failed
             await client.send_call("load_adapter", body, timeout_s=_CALL_S)
             await client.send_call("commit_adapter", {"label": version.label}, timeout_s=_CALL_S)
 
@@ -181,9 +206,13 @@ class FleetAdapters:
             self._folder.close()
 
     async def _make_room(self) -> None:
+        async with self._turn:
+            await self._evict()
+
+    async def _evict(self) -> None:
         await self._sweep()
-        used = self._in_use()
         while len(self._versions) + len(self._leaving) >= self._most:
+            used = self._in_use()  # also of requests that came during the last drop
             idle = [version for version in self._versions.values() if version.label not in used]
             if not idle:
                 raise EngineError(
@@ -210,15 +239,3 @@ class FleetAdapters:
             asked = [rank.send_call("drop_adapter", body, timeout_s=_CALL_S) for rank in self._living()]
             await asyncio.gather(*asked, return_exceptions=True)
         await asyncio.to_thread(shutil.rmtree, version.copy, ignore_errors=True)
-
-
-def _starts(ranks: Sequence[EngineClient]) -> frozenset[tuple[int, int]]:
-    return frozenset((rank.rank, rank.starts) for rank in ranks)
-
-
-async def _call(ranks: Sequence[EngineClient], method: str, bodies: Sequence[dict[str, Any]], timeout_s: float) -> None:
-    """Raises the first EngineError of an engine that lives, once all have answered, or where none does."""
-    asked = [rank.send_call(method, body, timeout_s=timeout_s) for rank, body in zip(ranks, bodies, strict=True)]
-    for rank, outcome in zip(ranks, await asyncio.gather(*asked, return_exceptions=True), strict=True):
-        if isinstance(outcome, BaseException) and (rank.error is None or len(ranks) == 1):
-            raise outcome

@@ -73,7 +73,7 @@ class WeightCalls:
     async def _init(self, params: Body, timeout_s: float) -> Body:
         async with self._flip:
             ranks = self._living()
-        joined = _starts(ranks)
+        joined = starts(ranks)
         bodies = [params] * len(ranks)
         init = params.get("init_info")
         if len(ranks) > 1 and isinstance(init, dict) and init.get("backend") not in ("disk", "ipc"):
@@ -99,7 +99,7 @@ class WeightCalls:
     async def _start(self, params: Body, timeout_s: float) -> Body:
         async with self.turn:
             ranks = self._living()
-            if self._joined and self._joined != _starts(ranks):
+            if self._joined and self._joined != starts(ranks):
                 raise EngineError(
                     "Engines have joined, left or restarted since init_weight_transfer_engine: call it again with a "
                     "fresh group, of the size that GET /get_world_size says plus the trainer",
@@ -153,7 +153,7 @@ class WeightCalls:
     async def _info(self, params: Body, timeout_s: float) -> Body:
         ranks = self._living()
         infos = await call_all(ranks, "weight_info", params, timeout_s)
-        transfer = "none" if not self._joined else "joined" if self._joined == _starts(ranks) else "stale"
+        transfer = "none" if not self._joined else "joined" if self._joined == starts(ranks) else "stale"
         shown = ("weight_version", "epoch", "state", "weights", "device_uuid")
         each = [{"rank": r.rank} | {key: i[key] for key in shown if key in i} for r, i in infos.items()]
         committed = {key: epoch for i in infos.values() for key, epoch in i.get("committed_updates", {}).items()}
@@ -202,5 +202,6 @@ class WeightCalls:
         raise failure
 
 
-def _starts(ranks: list[EngineClient]) -> frozenset[tuple[int, int]]:
+def starts(ranks: Sequence[EngineClient]) -> frozenset[tuple[int, int]]:
+    """These engines, each in its present life."""
     return frozenset((rank.rank, rank.starts) for rank in ranks)

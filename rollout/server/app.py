@@ -28,6 +28,7 @@ def create_app(engine: Fleet, engine_config: EngineConfig, config: ServerConfig)
     )
     server = app.state.server = ServerContext(engine, engine_config, config, tokenizer)
     engine.max_queued = config.max_queued_requests
+    engine.adapters.reserved = (server.model_name, engine_config.model)
     app.include_router(pages.router)
     for router in (control.router, weights.router, sglang.router, skyrl.router):
         app.include_router(router, dependencies=[Depends(known_query)])

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Generator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -103,16 +103,13 @@ async def _serve(
         await asyncio.sleep(0)
         from rollout.server.app import create_app  # imports the HTTP stack while the model loads
 
-        await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if stopping.done():
-            loading.cancel()
+        if not await _ended(loading, stopping):
             return 0
-        loading.result()
         app = create_app(engine, engine_config, config)
-        if config.lora_modules:
-            from rollout.server.api.adapters import load_modules
+        from rollout.server.api.adapters import load_modules
 
-            await load_modules(engine, config)
+        if not await _ended(asyncio.create_task(load_modules(app.state.server)), stopping):
+            return 0
         gc.freeze()  # what was imported stays
         gc.set_threshold(*_COLLECTED_AFTER)
         await _serve_http(app, engine, config, listener, stopping, hurry, started)
@@ -123,6 +120,16 @@ async def _serve(
     finally:
         stopping.cancel()
         await engine.stop()
+
+
+async def _ended(task: asyncio.Task[Any], stopping: asyncio.Task[bool]) -> bool:
+    """Wait for the task, and raise what it raises; False where the server is told to stop before."""
+    await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if stopping.done():
+        task.cancel()
+        return False
+    task.result()
+    return True
 
 
 async def _serve_http(

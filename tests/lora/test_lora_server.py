@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,11 @@ import httpx
 import pytest
 import torch
 
-from rollout.config import ServerConfig
+from rollout.config import EngineConfig, ServerConfig
 from rollout.fleet.connection import run_engine
+from rollout.fleet.errors import EngineError
+from rollout.server.api.adapters import load_modules
+from rollout.server.app import create_app
 from tests.support import adapters, tiny_models
 from tests.support.engine_utils import TOLERANCE, prompt
 from tests.support.push_reference import single
@@ -163,7 +168,9 @@ def test_a_load_that_fails_leaves_what_serves(client: httpx.Client, folders: Fol
     assert label(generate(client, "kept")) == "kept@1"
 
 
-def test_sglangs_calls_and_prime_rls(client: httpx.Client, folders: Folders) -> None:
+def test_sglangs_calls_and_prime_rls(
+    client: httpx.Client, server: RunningServer, folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """prime-rl loads each step's folder under one name, by the path that is SGLang's too."""
     for step in range(2):
         path = folders.adapter(f"step_{step}", kind=3, seed=step)
@@ -186,6 +193,12 @@ def test_sglangs_calls_and_prime_rls(client: httpx.Client, folders: Folders) -> 
     refused = client.post("/load_lora_adapter", json={"lora_name": "rl", "lora_path": "/nowhere"})
     assert refused.status_code == 400
     assert "No adapter found for /nowhere" in refused.json()["error_message"]
+    known = server.engine.adapters
+    monkeypatch.setattr(known, "_most", 1)
+    monkeypatch.setattr(known, "_in_use", lambda: set(known._versions))  # requests run on all
+    busy = client.post("/load_lora_adapter", json={"lora_name": "rl", "lora_path": path})
+    assert (busy.status_code, busy.json()["success"]) == (503, False)  # which a trainer tries again
+    monkeypatch.undo()
     gone = client.post("/unload_lora_adapter", json={"lora_name": "rl"}).json()
     assert (gone["success"], "rl" in gone["loaded_adapters"]) == (True, False)
 
@@ -277,3 +290,25 @@ def test_what_trainers_send_is_understood(server: RunningServer, client: httpx.C
     got = torch.tensor([entry[0] for entry in answer["meta_info"]["output_token_logprobs"]])
     expected = single(folders.models[path], prompt(12), answer["output_ids"])
     torch.testing.assert_close(got, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_what_the_command_line_names_is_loaded_or_says_why(server: RunningServer, folders: Folders) -> None:
+    path = folders.adapter("flag", kind=1)
+    context = create_app(
+        server.engine, EngineConfig(model=str(folders.base)), ServerConfig(served_model_name="tiny")
+    ).state.server
+    for modules, wrong in (
+        ((f"flag={path}",), None),
+        ((f"flag={path}",), "--lora-modules flag=.*already been loaded"),
+        ((f"{folders.base}={path}",), "is the base model's name"),
+        (("nobody=/nowhere",), "--lora-modules nobody=/nowhere: No adapter found for /nowhere"),
+    ):
+        context.config = replace(context.config, lora_modules=modules)
+        loading = asyncio.run_coroutine_threadsafe(load_modules(context), server.loop)
+        if wrong is None:
+            loading.result(60)
+        else:
+            with pytest.raises(EngineError, match=wrong):
+                loading.result(60)
+    with httpx.Client(base_url=server.url, timeout=120) as http:
+        check(generate(http, "flag"), folders.models[path])

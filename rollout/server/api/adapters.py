@@ -8,9 +8,8 @@ import msgspec
 from fastapi import APIRouter, Body, Depends
 from fastapi.responses import PlainTextResponse, Response
 
-from rollout.config import ServerConfig
+from rollout.fleet.adapters import MOST_NAME, NameTakenError
 from rollout.fleet.errors import EngineError
-from rollout.fleet.fleet import Fleet
 from rollout.server.context import ServerContext, ServerDep
 from rollout.server.errors import ApiError
 from rollout.server.limits import require_json
@@ -19,7 +18,7 @@ from rollout.server.wire.lora_path import LoadedAdapters
 
 router = APIRouter(dependencies=[Depends(require_json)])
 
-_MOST_NAME, _MOST_PATH = 256, 4096
+_MOST_PATH = 4096
 _INVALID = "InvalidUserInput"  # vLLM's name for it
 LOAD_TIMEOUT_S = 1800.0
 
@@ -30,19 +29,13 @@ async def load(server: ServerContext, name: str | None, path: str | None, *, rep
     """Load a folder as the newest version of this name. Raises ApiError, as vLLM words it, or EngineError."""
     if not name or not path:
         raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", type=_INVALID)
-    if len(name) > _MOST_NAME or len(path) > _MOST_PATH:
-        message = f"'lora_name' may have {_MOST_NAME} characters, 'lora_path' {_MOST_PATH}."
+    if len(name) > MOST_NAME or len(path) > _MOST_PATH:
+        message = f"'lora_name' may have {MOST_NAME} characters, 'lora_path' {_MOST_PATH}."
         raise ApiError(400, message, type=_INVALID)
-    if name in (server.model_name, server.engine_config.model):
-        raise ApiError(400, f"'{name}' is the base model's name.", param="lora_name", type=_INVALID)
-    if not replace and any(version.name == name for version in server.engine.adapters.current):
-        raise ApiError(
-            400,
-            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
-            "'load_inplace' to True.",
-            type=_INVALID,
-        )
-    await server.engine.adapters.load(name, path, timeout_s=LOAD_TIMEOUT_S)
+    try:
+        await server.engine.adapters.load(name, path, replace=replace, timeout_s=LOAD_TIMEOUT_S)
+    except NameTakenError as error:
+        raise ApiError(400, str(error), type=_INVALID) from None
 
 
 @router.post("/v1/load_lora_adapter")
@@ -75,7 +68,7 @@ async def sglang_load_lora_adapter(server: ServerDep, lora_name: Name = None, lo
     try:
         await load(server, lora_name, lora_path, replace=True)
     except (ApiError, EngineError) as error:
-        return _told(server, str(error))
+        return _told(server, error)
     return _told(server)
 
 
@@ -85,17 +78,23 @@ async def sglang_unload_lora_adapter(server: ServerDep, lora_name: Name = None) 
     try:
         await server.engine.adapters.unload(lora_name or "")
     except EngineError as error:
-        return _told(server, str(error))
+        return _told(server, error)
     return _told(server)
 
 
-def _told(server: ServerContext, error: str = "") -> Response:
+def _told(server: ServerContext, error: ApiError | EngineError | None = None) -> Response:
+    """SGLang's answer: a 400 for what the caller can mend, whatever it is elsewhere, and a 503 for what may pass."""
     loaded = {version.name: version.root for version in server.engine.adapters.current}
-    answer = LoadedAdapters(not error, error, loaded)
-    return Response(msgspec.json.encode(answer), 400 if error else 200, media_type="application/json")
+    answer = LoadedAdapters(error is None, "" if error is None else str(error), loaded)
+    status = 200 if error is None else 400 if error.status < 500 else error.status
+    return Response(msgspec.json.encode(answer), status, media_type="application/json")
 
 
-async def load_modules(engine: Fleet, config: ServerConfig) -> None:
-    """Load what --lora-modules names, before the server serves. Raises EngineError."""
-    for name, _, path in (module.partition("=") for module in config.lora_modules):
-        await engine.adapters.load(name, path, timeout_s=LOAD_TIMEOUT_S)
+async def load_modules(server: ServerContext) -> None:
+    """Load what --lora-modules names, before the server serves. Raises EngineError that names the entry at fault."""
+    for module in server.config.lora_modules:
+        name, _, path = module.partition("=")
+        try:
+            await load(server, name, path, replace=False)
+        except (ApiError, EngineError) as error:
+            raise EngineError(f"--lora-modules {module}: {error}") from None
