@@ -331,6 +331,29 @@ def test_text_offsets_drifted_at_characters_of_several_tokens(
     assert offsets == expected
 
 
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [({}, [97, 98, 99]), ({"logprobs": True}, []), ({"logprobs": True, "top_logprobs": 2}, [97, 98])],
+    ids=str,
+)
+def test_a_chat_request_without_logprobs_hid_the_candidates_that_generate_told(
+    asked: dict[str, Any], shown: list[int]
+) -> None:
+    told = [{"token_id": 98, "logprob": -1.0}, {"token_id": 99, "logprob": -2.0}]
+    logprobs = {"content": [{"token_id": 97, "logprob": -0.5, "top_logprobs": told}]}
+    generated = {"request_id": "r", "choices": [{"token_ids": [97], "logprobs": logprobs}]}
+    chat = {"messages": [USER], **asked}
+    reader, whole = derenderer(VOCABULARIES[0]), {"generate_response": generated, "chat_request": chat}
+    made = reader.chat(DerenderChatRequest.model_validate(whole))
+    piece = {"stream": True, "generate_chunk": generated, "chat_request": chat}
+    streamed, _ = reader.chat_chunk(DerenderChatStreamRequest.model_validate(piece))
+    for choice in (made.choices[0], streamed.choices[0]):
+        assert choice.logprobs is not None
+        (entry,) = choice.logprobs.content
+        assert (entry.token, entry.logprob) == ("a", -0.5)
+        assert [top.bytes for top in entry.top_logprobs] == [[token_id] for token_id in shown]
+
+
 def test_chat_chunks_carry_the_role_once() -> None:
     reader = derenderer(VOCABULARIES[0])
     call = {"stream": True, "generate_chunk": CHUNK}

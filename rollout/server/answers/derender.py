@@ -43,7 +43,7 @@ class Derenderer:
 
     def chat(self, body: DerenderChatRequest) -> ChatResponse:
         """The answer of /v1/chat/completions that these ids make."""
-        request, response = body.chat_request or _ANY_CHAT, body.generate_response
+        request, response = _asked(body.chat_request), body.generate_response
         answer = self._answer(response, body.prompt_token_ids, body.prompt_tokens)
         made = ChatWriter(request, self.config, [answer]).whole(self._whole(request, answer, response))
         made.system_fingerprint, made.prompt_logprobs = None, response.prompt_logprobs
@@ -72,7 +72,7 @@ class Derenderer:
 
     def chat_chunk(self, body: DerenderChatStreamRequest) -> tuple[ChatChunk, DerenderStreamState]:
         """The chunk of a streamed chat, and the state for the choice's next one. The first has the role."""
-        request, generated = body.chat_request or _ANY_CHAT, body.generate_chunk
+        request, generated = _asked(body.chat_request), body.generate_chunk
         answer = self._answer(generated, body.prompt_token_ids, body.prompt_tokens)
         state = _state(body.stream_state, answer)
         writer = ChatWriter(request, self.config, [answer], state.began)
@@ -176,6 +176,13 @@ class Derenderer:
         if choice.finish_reason is not None and end is None and reader.stop is None:
             text += reader.read(None, choice.finish_reason)
         return _delta(choice, text, offsets)
+
+
+def _asked(request: ChatCompletionRequest | None) -> ChatCompletionRequest:
+    """The chat's request; one that asks for no logprobs limits none that generate has told all the same."""
+    if request is None or request.logprobs or request.logprob_token_ids:
+        return request or _ANY_CHAT
+    return request.model_copy(update={"top_logprobs": -1})
 
 
 def _state(given: DerenderStreamState | None, answer: Answer) -> DerenderStreamState:
