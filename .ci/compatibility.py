@@ -26,6 +26,7 @@ from rollout.server.wire.completions import CompletionRequest
 from rollout.server.wire.fields import NO_EFFECT, REFUSED, Refusal
 from rollout.server.wire.sglang import SGLangRequest, SGLangSampling
 from rollout.server.wire.sglang_fields import NO_EFFECT as SGLANG_NO_EFFECT
+from rollout.server.wire.sglang_fields import OF_VLLM
 from rollout.server.wire.sglang_fields import REFUSED as SGLANG_REFUSED
 from rollout.server.wire.tokens import GenerateRequest
 
@@ -99,6 +100,8 @@ def _sglang() -> Iterator[str]:
     yield from textwrap.wrap(", ".join(f"`{name}`" for name in served) + ".", 120)
     yield '\nRefused by name (400), but for these values, 0, `""`, `[]`, `{}` and `false`, which ask for nothing:\n'
     yield from _refusals(SGLANG_REFUSED)
+    yield "\nvLLM's and OpenAI's, refused by name (400) here and within `sampling_params`, but for these values:\n"
+    yield from _refusals(OF_VLLM)
     yield "\nWithout effect, and passed in silence:\n"
     yield from _reasons("field", SGLANG_NO_EFFECT)
     yield "\nSkyRL sends vLLM's fields to vLLM's paths; of /collective_rpc `method` and `kwargs` are read."

@@ -22,6 +22,7 @@ from rollout.server.wire.completions import CompletionRequest
 from rollout.server.wire.fields import NO_EFFECT, REFUSED
 from rollout.server.wire.sglang import SGLangRequest, SGLangSampling
 from rollout.server.wire.sglang_fields import NO_EFFECT as SGLANG_NO_EFFECT
+from rollout.server.wire.sglang_fields import OF_VLLM
 from rollout.server.wire.sglang_fields import REFUSED as SGLANG_REFUSED
 from rollout.server.wire.tokens import GenerateRequest
 from tests.support.server_harness import RunningServer
@@ -137,20 +138,39 @@ FLAT = [*DIALECTS, ("/generate", {"input_ids": [97], "sampling_params": {"max_ne
 
 @pytest.mark.parametrize("name", ASKED)
 def test_what_was_once_dropped_silently_is_served_or_named(client: httpx.Client, name: str) -> None:
-    for place, (path, body) in enumerate(FLAT[:4] if name == "vllm_xargs" else FLAT):
+    for place, (path, body) in enumerate(FLAT):
         answer = client.post(path, json=body | {name: ASKED[name]})
         if place in SERVED.get(name, []):
             assert answer.status_code == 200, (path, answer.text)
             assert "x-ignored-parameters" not in answer.headers, path
         elif answer.status_code == 200:
             assert name in answer.headers["x-ignored-parameters"], path
-            # What would change no token, or what isn't of SGLang's, whose servers ignore what they don't know.
-            assert name.startswith("return_") or path == "/generate", path
+            assert name.startswith("return_") or (name, path) == ("guided_decoding_backend", "/generate"), path
         else:
             assert refusal(answer)[:2] == (400, name), path
 
 
-@pytest.mark.parametrize(("path", "body"), DIALECTS, ids=[path for path, _ in DIALECTS])
+def test_vllms_fields_were_dropped_from_generate_of_sglang(client: httpx.Client) -> None:
+    path, body = FLAT[4]
+    inner: dict[str, Any] = body["sampling_params"]
+    for name, (why, harmless) in OF_VLLM.items():
+        places = {name: body | {name: (value := {"no": "harmless value"})}}
+        places[f"sampling_params.{name}"] = body | {"sampling_params": inner | {name: value}}
+        for param, sent in places.items():
+            if param == name or (name not in SGLangSampling.model_fields and param not in SGLANG_REFUSED):
+                status, told, message = refusal(client.post(path, json=sent))
+                assert (status, told) == (400, param)
+                assert why in message
+        for value in (None, *harmless):
+            assert ok(client.post(path, json=body | {name: value}))["output_ids"] == [98, 99], name
+
+
+def test_every_sampling_parameter_of_vllms_is_decided_within_sglangs() -> None:
+    decided = SGLangSampling.model_fields.keys() | OF_VLLM.keys() | NO_EFFECT.keys() | {"detokenize"}
+    assert [name for name in MODELS["SamplingParams"] if name not in decided] == []
+
+
+@pytest.mark.parametrize(("path", "body"), FLAT, ids=[path for path, _ in FLAT])
 def test_a_session_is_known_by_body_header_or_extension(
     server: RunningServer, client: httpx.Client, path: str, body: dict[str, Any]
 ) -> None:

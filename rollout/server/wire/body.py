@@ -197,6 +197,10 @@ class GenerationBody(Body):
         """Raise ParameterError, naming the field, for what isn't served and for fields that don't go together."""
         if self.model_extra:
             refuse_unserved(self.model_extra)
+        self.check_xargs()
+
+    def check_xargs(self) -> None:
+        """Raise ParameterError for arguments of extensions that aren't here."""
         for name, value in (self.vllm_xargs or {}).items():
             if name != "session_id" or not isinstance(value, str):
                 raise ParameterError(

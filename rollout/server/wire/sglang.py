@@ -22,10 +22,9 @@ from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.errors import ApiError, ErrorBody
 from rollout.server.wire.answer import Answer, Delta, Writer
 from rollout.server.wire.body import MAX_PROMPTS, Each, Prompt, Text, TextPrompt, TokenIds
-from rollout.server.wire.fields import refuse_unserved
 from rollout.server.wire.logprobs import sendable, token_text
 from rollout.server.wire.lora_path import NamesAdapters
-from rollout.server.wire.sglang_fields import NO_EFFECT, REFUSED, SGLangGrammars
+from rollout.server.wire.sglang_fields import SGLangGrammars, refuse, unknown_names
 
 DEFAULT_MAX_NEW_TOKENS = 128
 
@@ -90,8 +89,7 @@ class SGLangRequest(NamesAdapters):
     @property
     def ignored(self) -> list[str]:
         """The fields with a value that this server doesn't know; those that `check` lets pass ask for nothing."""
-        known = REFUSED.keys() | NO_EFFECT.keys()
-        return [name for name, value in self.unknown.items() if value is not None and name not in known]
+        return unknown_names(self.unknown)
 
     @property
     def structure_param(self) -> str:
@@ -137,7 +135,8 @@ class SGLangRequest(NamesAdapters):
 
     def check(self) -> None:
         """Refuse by name what this server doesn't do, and what doesn't go together."""
-        refuse_unserved({name: value for name, value in self.unknown.items() if value}, REFUSED)
+        refuse(self.unknown)
+        self.check_xargs()
         if (self.text is None) == (self.input_ids is None):
             raise ParameterError("Send either text or input_ids.", "input_ids")
         if isinstance(self.rid, list) and len(self.rid) != len(self.prompts()):

@@ -1,15 +1,20 @@
 """What becomes of the fields of SGLang's `/generate` that aren't served, and how it asks for structured outputs.
 
 Names are those of sglang 0.5.23 (`managers/io_struct.py`, `sampling/sampling_params.py`); a test holds the tables
-against them. Of a refused field null, 0, "", [], {} and false ask for nothing.
+against them. Of a refused field null, 0, "", [], {} and false ask for nothing. `OF_VLLM` has what other dialects serve
+or refuse: SGLang's server ignores it in silence, which would be another answer than the one that was asked for.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 from rollout.sampling.params import ParameterError, StructuredOutputsParams
-from rollout.server.wire.fields import Refusal
+from rollout.server.wire.fields import REFUSED as REFUSED_ELSEWHERE
+from rollout.server.wire.fields import Refusal, refuse_unserved
 
 _MEDIA = "only text is served"
 _TRANSFER = "this server runs a model whole, and transfers no cache"
@@ -62,6 +67,60 @@ NO_EFFECT: dict[str, str] = {
     "return_flat_raw_top_logprobs_b64": "of return_flat_raw_top_logprobs, which is refused",
     "sampling_params.stream_interval": "each event of a stream brings what there is by then",
 }
+
+_FORM = "send regex, json_schema or ebnf within sampling_params"
+_CHAT = "it is a chat's: send it to /v1/chat/completions"
+_PROMPT_LOGPROBS = "send return_logprob and logprob_start_len"
+_IDS = "the prompt's ids are told: send return_prompt_token_ids"
+
+_OWN: dict[str, Refusal] = {
+    **dict.fromkeys(("structured_outputs", "response_format", "output_config"), Refusal(_FORM, ({},))),
+    "structural_tag": Refusal(_FORM),
+    **dict.fromkeys(("guided_choice", "guided_grammar", "guided_json", "guided_regex"), Refusal(_FORM)),
+    **dict.fromkeys(("guided_whitespace_pattern", "regex", "json_schema", "ebnf"), Refusal(_FORM)),
+    **dict.fromkeys(("tools", "functions"), Refusal(_CHAT, ([],))),
+    **dict.fromkeys(("tool_choice", "function_call"), Refusal(_CHAT, ("auto", "none"))),
+    **dict.fromkeys(("prompt_logprobs", "prompt_logprob_start"), Refusal(_PROMPT_LOGPROBS)),
+    **dict.fromkeys(("return_prompt_text", "return_token_offsets"), Refusal(_IDS, (False,))),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), Refusal("send max_new_tokens within sampling_params")),
+    "allowed_token_ids": Refusal("send a regex, or ask /inference/v1/generate, which serves it"),
+    "bad_words": Refusal("send logit_bias, or ask /inference/v1/generate, which serves it", ([],)),
+    "echo": Refusal(_IDS, (False,)),
+    "include_stop_str_in_output": Refusal("send no_stop_trim within sampling_params", (False,)),
+    "logprob_token_ids": Refusal("send return_logprob and token_ids_logprob", ([],)),
+    "logprobs": Refusal("send return_logprob and top_logprobs_num", (False,)),
+    "min_tokens": Refusal("send min_new_tokens within sampling_params", (0,)),
+    "parallel_tool_calls": Refusal(_CHAT, (True,)),
+    "prompt_logprob_token_ids": Refusal(_PROMPT_LOGPROBS),
+    "routed_experts_prompt_start": Refusal("send routed_experts_start_len", (0,)),
+    "seed": Refusal("send sampling_seed within sampling_params", (-1,)),
+    "thinking_token_budget": Refusal("thinking isn't counted: send max_new_tokens", (-1,)),
+    "thinking": Refusal(_CHAT, ({"type": "adaptive"},)),
+    "top_logprobs": Refusal("send return_logprob and top_logprobs_num", (0,)),
+    "verbosity": Refusal(_CHAT),
+}
+
+OF_VLLM: dict[str, Refusal] = {
+    name: refusal
+    for name, refusal in (REFUSED_ELSEWHERE | _OWN).items()
+    if name not in REFUSED and name not in NO_EFFECT and name != "lora_path"
+}
+
+
+def refuse(unknown: Mapping[str, Any]) -> None:
+    """Raise ParameterError for the first of these undeclared fields (by their paths) that isn't served."""
+    refuse_unserved({path: value for path, value in unknown.items() if value}, REFUSED)
+    refuse_unserved({path: value for path, value in unknown.items() if not _of_sglang(path)}, OF_VLLM)
+
+
+def unknown_names(given: Mapping[str, Any]) -> list[str]:
+    """Those of these undeclared fields that have a value, and are in no table."""
+    named = [path for path, value in given.items() if value is not None and not _of_sglang(path)]
+    return [path for path in named if path.rpartition(".")[2] not in OF_VLLM]
+
+
+def _of_sglang(path: str) -> bool:
+    return path in REFUSED or path in NO_EFFECT
 
 
 class SGLangGrammars(BaseModel):
