@@ -22,14 +22,17 @@ from typing import Any
 
 import httpx
 import pytest
+import requests
 
 REFUSALS = re.compile(
     r"[^\n]*(?:not supported by this server|isn't offered by this server|isn't served|is no query parameter of"
     r"|The body holds|runs text-only models|can't be served beside the reasoning"
-    r"|are disabled\. Restart|greater than max allowed|: must be .* here, got)[^\n]*"
+    r"|are disabled\. Restart|greater than max allowed|: must be .* here, got|there is no method '\w+', only)[^\n]*"
 )
 # What calls vLLM's code in another way, or what no machine without a GPU or a network has.
 _ELSEWHERE = re.compile("Foreign|Mock object has no attribute|URLError|Torch not compiled with CUDA")
+# How a failure reads that shows the status of an answer alone: what the server said is added to it.
+_BARE = re.compile(r"assert 4\d\d == 200|where 4\d\d = <Response|4\d\d Client Error|Client error '4\d\d")
 # Of the launch: a CPU's dtype, and a cache that leaves room for neighbours.
 OWN_FLAGS = ["--device", "cpu", "--dtype", "float32", "--kv-cache-memory-bytes", "1G", "--enable-scale-out"]
 DROPPED = {"--dtype", "--gpu-memory-utilization", "--kv-cache-memory-bytes", "--device"}
@@ -86,6 +89,7 @@ def get_open_port() -> int:
 
 KNOWN: dict[str, Any] = {
     "vllm.config.ModelConfig": ModelConfig,
+    "vllm.envs.VLLM_USE_RUST_FRONTEND": False,
     "vllm.exceptions.VLLMValidationError": type("VLLMValidationError", (ValueError,), {}),
     "vllm.platforms.current_platform": types.SimpleNamespace(is_cuda_alike=lambda: False),
     "vllm.tokenizers.get_tokenizer": get_tokenizer,
@@ -109,7 +113,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             if name.startswith("__") and name != "__version__":
                 raise AttributeError(name)
             dotted = f"{spec.name}.{name}"
-            return KNOWN.get(dotted) or Foreign(dotted)
+            return KNOWN[dotted] if dotted in KNOWN else Foreign(dotted)
 
         module.__getattr__ = name_of  # type: ignore[method-assign]
         return module
@@ -121,16 +125,31 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 sys.meta_path.insert(0, Finder())
 
 
-def _raise_for_status(response: httpx.Response, check: Any = httpx.Response.raise_for_status) -> httpx.Response:
-    """As httpx does, with what the server said."""
-    try:
-        return check(response)  # type: ignore[no-any-return]
-    except httpx.HTTPStatusError as error:
-        error.args = (f"{error.args[0]} {response.text}",)
-        raise
+_errors: list[str] = []
+"""What the server said to the test that runs, of answers that are errors and aren't streamed."""
 
 
-httpx.Response.raise_for_status = _raise_for_status  # type: ignore[method-assign]
+def _keep_error(answer: Any) -> Any:
+    if answer.status_code >= 400 and getattr(answer, "is_closed", True):
+        _errors.append(answer.text)
+    return answer
+
+
+def _send(client: Any, request: Any, sends: Any = httpx.Client.send, **options: Any) -> Any:
+    return _keep_error(sends(client, request, **options))
+
+
+async def _asend(client: Any, request: Any, sends: Any = httpx.AsyncClient.send, **options: Any) -> Any:
+    return _keep_error(await sends(client, request, **options))
+
+
+def _send_requests(client: Any, request: Any, sends: Any = requests.Session.send, **options: Any) -> Any:
+    answer = sends(client, request, **options)
+    return answer if options.get("stream") else _keep_error(answer)
+
+
+httpx.Client.send, httpx.AsyncClient.send = _send, _asend  # type: ignore[method-assign]
+requests.Session.send = _send_requests  # type: ignore[method-assign]
 
 
 def command(model: str, flags: list[str]) -> list[str]:
@@ -167,8 +186,10 @@ class RemoteOpenAIServer:
         deadline = time.monotonic() + 300
         while "rollout: serving" not in self.log.read_text():
             if self.proc.poll() is not None:
-                told = self.log.read_text().strip().splitlines() or ["nothing"]
-                pytest.skip(f"refused: the server's start: {told[-1]}")
+                told = (self.log.read_text().strip().splitlines() or ["nothing"])[-1]
+                if told.startswith("Error: "):  # a flag, by name
+                    pytest.skip(f"refused: the server's start: {told}")
+                pytest.fail(f"the server didn't start: {told}")
             if time.monotonic() > deadline:
                 self.proc.kill()
                 pytest.fail("the server didn't start in 300 s")
@@ -237,6 +258,11 @@ def multi_gpu_test(**_: Any) -> Any:
 multi_gpu_only = large_gpu_test = multi_gpu_test
 
 
+def pytest_runtest_setup() -> None:
+    """What was said to another test explains nothing of this one."""
+    _errors.clear()
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     """Write the outcome down, once a test."""
@@ -254,6 +280,8 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
 
 def _note(nodeid: str, report: Any) -> None:
     told = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr or "")
+    if _errors and _BARE.search(told):
+        told += "\n" + _errors[-1]
     found = REFUSALS.search(told)
     if report.passed:
         kind, why = "passed", ""

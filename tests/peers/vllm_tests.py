@@ -1,10 +1,13 @@
 """vLLM's own tests of its server, run against `rollout serve` on SmolLM2: what passes, is refused, or doesn't apply.
 
-    python -m tests.peers.vllm_tests FOLDER [FILE …]
+    python -m tests.peers.vllm_tests FOLDER [FILE …] [-k EXPRESSION]
 
 FOLDER keeps vLLM's source package, which is fetched from PyPI, and what its tests import beside our own environment.
 FILEs are paths below vLLM's `tests/entrypoints`; without any, those of the list below. Only the server fixture and the
 model's name are exchanged (vllm_stub.py). Takes an hour; $PEERS_FILE_SECONDS (1800) is the most that one file may.
+Most of it goes into answers without max_tokens, which go on to the model's length: at four tokens a second, as two
+busy cores give, 2048 take nine minutes. $PEERS_MAX_MODEL_LEN bounds them; tests that tell the length, or need it, then
+fail. EXPRESSION chooses tests, as pytest's.
 
 What is expected is in tests/data/vllm_outcomes.json: each test's outcome, and why it doesn't pass. A run prints what
 differs, and with `--record` writes down what it found; a test whose outcome is as before keeps its reason.
@@ -12,6 +15,7 @@ differs, and with `--record` writes down what it found; a test whose outcome is 
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -72,6 +76,7 @@ _HELPERS = ["conftest.py", "rl/conftest.py", "scale_out/derender/utils.py"]
 _NEEDED = ["pytest-asyncio", "pybase64", "orjson"]
 _MODEL = re.compile(r'^(MODEL(?:_NAME)?) = (?:os\.environ\.get\("VLLM_TEST_MODEL", )?"[^"]+"\)?', re.M)
 _MODEL_OF_TEXT = re.compile(r'"text": "[\w.-]+/[\w.-]+"|model_name = "[\w.-]+/[\w.-]+"')
+_NO_TESTS = 5  # pytest's exit status
 _LAUNCH = 'sys.executable,\n        "-m",\n        "vllm.entrypoints.openai.api_server",'
 
 
@@ -107,8 +112,8 @@ def _renamed(found: str, model: Path) -> str:
     return f'"text": "{model}"' if found.startswith('"text"') else f'"{model}"'
 
 
-def run(work: Path, files: list[str], model: Path) -> Outcomes:
-    """The outcome of each test."""
+def run(work: Path, files: list[str], model: Path, chosen: str = "") -> Outcomes:
+    """The outcome of each test, or of those that the expression chooses."""
     report, most = work / "report.jsonl", float(os.environ.get("PEERS_FILE_SECONDS", "1800"))
     paths = [str(work), str(work.parent / "site"), str(ROOT)]
     environment = {"PYTHONPATH": os.pathsep.join(paths), "PEERS_REPORT": str(report), "OMP_NUM_THREADS": "1"}
@@ -118,7 +123,7 @@ def run(work: Path, files: list[str], model: Path) -> Outcomes:
     found: Outcomes = {}
     for file in files:  # a process each: a module that breaks breaks no other
         report.write_text("")
-        line = [sys.executable, "-m", "pytest", *options, f"tests/entrypoints/{file}"]
+        line = [sys.executable, "-m", "pytest", *options, f"tests/entrypoints/{file}", "-k", chosen]
         with (work / "pytest.log").open("a") as log:
             process = subprocess.Popen(
                 line, cwd=work, env={**os.environ, **environment}, stdout=log, stderr=log, start_new_session=True
@@ -132,6 +137,8 @@ def run(work: Path, files: list[str], model: Path) -> Outcomes:
         outcomes = {named(one["test"], model): (one["kind"], one["why"]) for one in told}
         if process.returncode == -signal.SIGKILL:
             outcomes[file] = ("failed", f"the file took more than {most:g} s: the rest of it wasn't run")
+        elif not outcomes and not (chosen and process.returncode == _NO_TESTS):
+            outcomes[file] = ("failed", f"no test came to an end: pytest exited with {process.returncode}")
         print(f"{file}: {counted(outcomes)}", file=sys.stderr, flush=True)
         found |= outcomes
     return found
@@ -147,11 +154,11 @@ def counted(outcomes: Outcomes) -> dict[str, int]:
     return dict(Counter(kind for kind, _ in outcomes.values()))
 
 
-def main(folder: Path, files: list[str], *, record: bool) -> None:
+def main(folder: Path, files: list[str], chosen: str, *, record: bool) -> None:
     """Run, and print each test that doesn't pass with its reason, what isn't as expected, and the counts."""
     model = fetch_smollm2()
     expected: Outcomes = {test: (kind, why) for test, (kind, why) in json.loads(EXPECTED.read_text()).items()}
-    found = run(prepare(folder.resolve(), files, model), files, model)
+    found = run(prepare(folder.resolve(), files, model), files, model, chosen)
     for test, (kind, why) in found.items():
         if expected.get(test, ("", ""))[0] == kind:
             found[test] = expected[test]
@@ -165,10 +172,16 @@ def main(folder: Path, files: list[str], *, record: bool) -> None:
                 print(f"{kind}: {test}: {why}")
     print(counted(found))
     if record:
-        others = {test: told for test, told in expected.items() if test.partition("::")[0] not in files}
+        ran = set() if chosen else set(files)
+        others = {test: told for test, told in expected.items() if test.partition("::")[0] not in ran}
         EXPECTED.write_text(json.dumps(others | found, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
-    given = [argument for argument in sys.argv[1:] if argument != "--record"]
-    main(Path(given[0]), given[1:] or FILES, record="--record" in sys.argv)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("files", nargs="*", default=FILES)
+    parser.add_argument("-k", dest="chosen", default="")
+    parser.add_argument("--record", action="store_true")
+    given = parser.parse_args()
+    main(given.folder, given.files or FILES, given.chosen, record=given.record)
