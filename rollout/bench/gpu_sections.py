@@ -30,7 +30,7 @@ from trainer_bridge.client import RolloutClient
 from trainer_bridge.push.control import WeightPushError
 from trainer_bridge.push.sender import WeightSender
 
-START_S = 60.0
+START_S = 300.0
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 0.15}
 """Largest difference of a logprob from transformers' that is no fault: roundings in float32, and in 16 bits."""
 SMALL: dict[str, Any] = {

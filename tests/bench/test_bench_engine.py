@@ -167,7 +167,8 @@ def test_the_cost_of_http_is_that_of_the_server_process(folder: Path, tmp_path: 
     found = figures_of(tmp_path / "f.json", "http", str(folder), *options)
     assert [cost["load"] for cost in found["costs"]] == ["json", "sse"]
     for cost in found["costs"]:
-        assert 0 < cost["server"]["min"] <= cost["server"]["median"] <= cost["server"]["max"]
+        assert 0 <= cost["server"]["min"] <= cost["server"]["median"] <= cost["server"]["max"]
+        assert cost["server"]["max"] > 0  # a clock of hundredths of a second sees nothing of a short round
         assert cost["engine"]["max"] == 0  # this server has no other process
         assert cost["tokens_per_second"]["median"] > 0
     assert found["bare_engine"] is None

@@ -101,7 +101,8 @@ def test_memory_goes_and_comes_back_and_a_trainer_cycles_around_it(engine: Engin
         generate(client)
     client.wake_up()
     again = generate(client)
-    assert (again.token_ids, again.logprobs) == (before.token_ids, before.logprobs)
+    assert again.token_ids == before.token_ids
+    assert again.logprobs == pytest.approx(before.logprobs, abs=1e-5)  # chunks follow the clock, a BLAS the chunks
     assert client.post("/weight_checker", {"action": "checksum"}) == sums
 
     kept = engine.now

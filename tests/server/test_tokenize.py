@@ -37,7 +37,7 @@ def test_special_tokens_are_added_unless_told_not_to(monkeypatch: pytest.MonkeyP
     made.backend_tokenizer.post_processor = TemplateProcessing(
         single=f"{tiny_tokenizers.SPECIAL} $A", special_tokens=special
     )
-    monkeypatch.setattr(text_server, "tokenizer", lambda: made)
+    monkeypatch.setattr(text_server, "tokenizer", lambda _: made)
     with text_server.text_server() as server, httpx.Client(base_url=server.url, timeout=60) as client:
 
         def tokens(**body: Any) -> list[int]:
