@@ -164,7 +164,7 @@ class ServerAdapter(base.BaseRollout):  # type: ignore[misc]
                 "or 'naive' where trainer and rollout share their workers"
             )
         if peft_config is not None:
-            raise ValueError("a rollout server takes no adapter: set actor_rollout_ref.model.lora.merge=True")
+            raise ValueError("this backend pushes no adapter: set actor_rollout_ref.model.lora.merge=True")
         if backend == NAME:
             async for _nothing in weights:
                 pass
