@@ -6,6 +6,7 @@ help. Names are vLLM's wherever vLLM has one.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -145,6 +146,27 @@ class EngineConfig:
                 raise ValueError(f"{flag} can't be had with tensor_parallel_size {self.tensor_parallel_size}: {why}")
 
 
+_OF_AN_ADAPTER = {"name", "path", "base_model_name"}
+
+
+def named_adapter(module: str) -> tuple[str, str]:
+    """The name and the folder in `name=path`, or in vLLM's JSON, whose `base_model_name` says nothing here.
+
+    Raises ValueError for what is neither.
+    """
+    name, _, path = module.partition("=")
+    if module.startswith("{"):
+        try:
+            given = json.loads(module)
+        except json.JSONDecodeError:
+            given = {}
+        asked = {key for key, value in given.items() if value}  # is_3d_lora_weight may be false
+        name, path = (given.get(key, "") if asked <= _OF_AN_ADAPTER else "" for key in ("name", "path"))
+    if not (isinstance(name, str) and isinstance(path, str) and name and path):
+        raise ValueError(f'lora_modules must be name=path or {{"name": "…", "path": "…"}}, got {module!r}')
+    return name, path
+
+
 @dataclass(frozen=True)
 class ServerConfig:
     """What the server process needs beside the engine's configuration. Raises ValueError, naming the field."""
@@ -171,7 +193,9 @@ class ServerConfig:
         "they go on while weights are pushed.",
     )
     lora_modules: tuple[str, ...] = flag(
-        (), "With --enable-lora, load this adapter at start: name=path, of a folder of PEFT's; may be repeated."
+        (),
+        "With --enable-lora, load this adapter at start: name=path, of a folder of PEFT's, or JSON with name and path; "
+        "may be repeated.",
     )
     trust_request_chat_template: bool = flag(False, "Accept the `chat_template` of a request.")
     api_key: tuple[str, ...] = flag(
@@ -222,8 +246,7 @@ class ServerConfig:
         if self.enable_auto_tool_choice and self.tool_call_parser is None:
             raise ValueError("enable_auto_tool_choice needs a tool_call_parser: how does this model write tool calls?")
         for module in self.lora_modules:
-            if not all(module.partition("=")):
-                raise ValueError(f"lora_modules must be name=path, got {module!r}")
+            named_adapter(module)
         if self.max_queued_requests < 0:
             raise ValueError(f"max_queued_requests must be at least 0, got {self.max_queued_requests}")
         if self.data_parallel_size < 1:

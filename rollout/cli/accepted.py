@@ -6,6 +6,7 @@ A command line is read as vLLM reads it first: `--max_model_len` is `--max-model
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -161,12 +162,32 @@ _SHORT = {
 }
 
 
+_SEVERAL = "--lora-modules"
+
+
+def _one_each(arguments: Sequence[str]) -> Iterator[str]:
+    """Each value of --lora-modules, of which vLLM takes several in a row, behind a flag of its own."""
+    listing = awaited = False
+    for argument in arguments:
+        if argument.startswith("-"):
+            name, equals, _ = argument.partition("=")
+            listing = name.replace("_", "-") == _SEVERAL
+            awaited = listing and not equals
+        elif awaited:
+            awaited = False
+        elif listing and (argument.startswith("{") or ("=" in argument and not os.path.isdir(argument))):
+            yield _SEVERAL
+        else:
+            listing = False  # MODEL
+        yield argument
+
+
 def accepted(arguments: Sequence[str]) -> Iterator[str]:
     """These arguments as `rollout serve` knows them, without those that it ignores: one line to stderr says which.
 
     Raises typer.BadParameter for a flag that it refuses.
     """
-    rest = iter(arguments)
+    rest = _one_each(arguments)
     for argument in rest:
         if argument == "--":
             yield argument

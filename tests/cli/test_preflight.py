@@ -23,7 +23,7 @@ from rollout import __version__, logs
 from rollout.cli import main as cli
 from rollout.cli.accepted import IGNORED, REFUSED, accepted
 from rollout.cli.demo import demo
-from rollout.config import EngineConfig, ServerConfig
+from rollout.config import EngineConfig, ServerConfig, named_adapter
 from rollout.flags import whole_number
 from rollout.model import model_config
 from rollout.server import main
@@ -342,6 +342,31 @@ def test_flags_of_vllms_are_ours_ignored_or_refused(capsys: pytest.CaptureFixtur
     for given in (["-config", '{"enable_in_reasoning": true}'], ["-config.enable_in_reasoning", "true"]):
         with pytest.raises(typer.BadParameter, match="enable_in_reasoning isn't served"):
             list(accepted([f"--structured-outputs{given[0]}", given[1], "model"]))
+
+
+def test_several_adapters_after_one_flag_ended_the_start(served: list[Any], model: Path) -> None:
+    by_json = '{"name": "c", "path": "x/c=1", "base_model_name": "m", "is_3d_lora_weight": false}'
+    for given in (
+        [model, "--enable-lora", "--lora-modules", "a=x/a", "b=x/b", by_json],
+        ["--enable-lora", "--lora_modules=a=x/a", "b=x/b", "--lora-modules", by_json, model],
+        ["--lora-modules", "a=x/a", "--lora-modules", "b=x/b", by_json, "--enable-lora", model],
+    ):
+        answer = invoke("serve", *given)
+        assert answer.exit_code == 0, answer.output
+        engine, server = served[-2:]
+        assert engine.model == str(model)
+        loaded = [named_adapter(module) for module in server.lora_modules]
+        assert loaded == [("a", "x/a"), ("b", "x/b"), ("c", "x/c=1")]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["a", "a=", "=x", "{", "{}", '{"name": "a"}', '{"name": 1, "path": "x"}', '{"name": "a", "path": "x", "y": 1}'],
+)
+def test_a_wrong_adapter_is_told_what_to_write(served: list[Any], model: Path, wrong: str) -> None:
+    answer = invoke("serve", model, "--enable-lora", "--lora-modules", wrong)
+    assert (answer.exit_code, served) == (2, [])
+    assert "must be name=path or" in " ".join(answer.output.split())
 
 
 def test_a_refused_flag_ends_the_start_with_its_reason(served: list[Any], model: Path) -> None:

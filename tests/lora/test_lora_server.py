@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -298,7 +299,7 @@ def test_what_the_command_line_names_is_loaded_or_says_why(server: RunningServer
         server.engine, EngineConfig(model=str(folders.base)), ServerConfig(served_model_name="tiny")
     ).state.server
     for modules, wrong in (
-        ((f"flag={path}",), None),
+        ((json.dumps({"name": "flag", "path": str(path)}),), None),
         ((f"flag={path}",), "--lora-modules flag=.*already been loaded"),
         ((f"{folders.base}={path}",), "is the base model's name"),
         (("nobody=/nowhere",), "--lora-modules nobody=/nowhere: No adapter found for /nowhere"),

@@ -8,6 +8,7 @@ import msgspec
 from fastapi import APIRouter, Body, Depends
 from fastapi.responses import PlainTextResponse, Response
 
+from rollout.config import named_adapter
 from rollout.fleet.adapters import MOST_NAME, NameTakenError
 from rollout.fleet.errors import EngineError
 from rollout.server.context import ServerContext, ServerDep
@@ -93,7 +94,7 @@ def _told(server: ServerContext, error: ApiError | EngineError | None = None) ->
 async def load_modules(server: ServerContext) -> None:
     """Load what --lora-modules names, before the server serves. Raises EngineError that names the entry at fault."""
     for module in server.config.lora_modules:
-        name, _, path = module.partition("=")
+        name, path = named_adapter(module)
         try:
             await load(server, name, path, replace=False)
         except (ApiError, EngineError) as error:
