@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from rollout.launch import serve
 from tests.support import tiny_models, wandb_reader
+from tests.support.wait import eventually
 from trainer_bridge import RolloutClient
 from trainer_bridge.client import Choice, Span
 from trainer_bridge.integrations.wandb import coloured_html, workspace
@@ -183,6 +184,7 @@ def test_grpo_learns_in_exact_mode_and_logs_what_a_researcher_wants(
     assert max(step["gap/mean"] for step in steps) > 0  # of older versions' tokens
     assert (tmp_path / "dashboard.png").read_bytes().startswith(b"\x89PNG")
 
+    eventually(lambda: len(wandb_reader.history(tmp_path)) == len(steps), 60)  # another process writes the file
     logged = wandb_reader.history(tmp_path)
     assert [row["trainer/step"] for row in logged] == list(range(1, 17))
     names = {name for row in logged for name in row}
