@@ -16,8 +16,8 @@ from rollout.weights.pull import pull
 _MOST = 8
 _SAID_AFTER_S = 0.2
 _MOST_SAID = 4000
-_processes: list[asyncio.subprocess.Process] = []
-"""Those that may still run: one that waits for a dead mount outlives its kill."""
+_processes: list[asyncio.subprocess.Process | None] = []
+"""Those that may still run, None for one that is being started: one that waits for a dead mount outlives its kill."""
 
 
 async def pull_aside(local_dir: str, base_dir: str, source_dir: str, version: int, *, timeout_s: float) -> None:
@@ -25,16 +25,20 @@ async def pull_aside(local_dir: str, base_dir: str, source_dir: str, version: in
 
     Raises WeightUpdateError: 400 for what is wrong with the folders, 503 where a disk hangs or fails.
     """
-    _processes[:] = [process for process in _processes if process.returncode is None]
+    _processes[:] = [process for process in _processes if process is None or process.returncode is None]
     if len(_processes) >= _MOST:
         raise WeightUpdateError(503, f"{_MOST} pulls run or hang already: is a mount down?")
     told = msgspec.json.encode((local_dir, base_dir, source_dir, version)).decode()
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", __name__, told),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )
+    _processes.append(None)
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", __name__, told),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+    finally:
+        _processes.remove(None)
     _processes.append(process)
     assert process.stdout is not None
     outcome = None

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
+from rollout.weights import pulling
 from rollout.weights.errors import WeightUpdateError
 from rollout.weights.pull import pull
 from rollout.weights.pulling import pull_aside
@@ -180,6 +181,24 @@ def test_a_pull_that_hangs_ends_and_leaves_the_folder_to_the_next(base: Path, tm
     with pytest.raises(WeightUpdateError, match="weight_v000002 is not there") as refusal:
         published.pull_aside(2, 60)
     assert refusal.value.status == 400
+
+
+def test_pulls_that_are_asked_for_at_once_are_bounded(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any number of them used to pass while the first process was being started."""
+    monkeypatch.setattr(pulling, "_MOST", 1)
+    monkeypatch.setattr(pulling, "_processes", [])
+    published = Published(base, tmp_path, [])
+    asked = (str(published.local), str(base), str(published.source), 0)
+
+    async def at_once() -> list[Any]:
+        return await asyncio.gather(*(pull_aside(*asked, timeout_s=60) for _ in range(3)), return_exceptions=True)
+
+    first, *others = asyncio.run(at_once())
+    assert first is None
+    assert [refusal.status for refusal in others] == [503, 503]
+    assert published.version == 0
 
 
 @pytest.mark.parametrize("file", [INDEX, "model-00000-of-00002.safetensors"])
