@@ -52,16 +52,16 @@ class FleetAdapters:
     """Names and versions. Lives on one event loop.
 
     `living` are the engines that calls go to; `turn` keeps engines from joining while versions come and go; `in_use`
-    are the labels that requests in flight run on. At most `most` versions stay loaded: the oldest unused one that a
-    newer one has replaced goes first, then the one whose last request was longest ago, with its name. None goes that a
-    request runs on. `reserved` are the names of the base model.
+    are the labels that requests in flight run on. At most `most` versions stay loaded: once one more serves, the oldest
+    unused one that a newer one has replaced goes, or else the one whose last request was longest ago, with its name.
+    None goes that a request runs on. `reserved` are the names of the base model.
     """
 
     def __init__(
         self,
         living: Callable[[], list[EngineClient]],
         turn: asyncio.Lock,
-        in_use: Callable[[], Collection[str | None]],
+        in_use: Callable[[], set[str | None]],
         most: int,
     ) -> None:
         self._living, self._turn, self._in_use, self._most = living, turn, in_use, most
@@ -97,6 +97,7 @@ class FleetAdapters:
 
         Requests that run end on the version that they began on. Raises EngineError: 404 and 400 for a folder that can't
         be served, and without `replace` for a name that is loaded, 503 where there is no room, or an engine fails.
+        Nothing makes room for what fails.
         """
         async with self._loading:
             self._check_free(name)
@@ -106,7 +107,7 @@ class FleetAdapters:
                     "'load_inplace' to True.",
                     status=400,
                 )
-            await self._make_room()
+            self._check_room()
             version = self._next(name, path)
             ranks = self._living()
             prepared = starts(ranks)
@@ -117,6 +118,7 @@ class FleetAdapters:
                     ranks = [rank for rank in self._living() if (rank.rank, rank.starts) in prepared]
                     await call_all(ranks, "commit_adapter", {"label": version.label}, _CALL_S)
                     await self._enter(version, prepared)
+            await self._shrink(version)
             return version
 
     @contextlib.asynccontextmanager
@@ -142,15 +144,15 @@ class FleetAdapters:
             if version is not None:
                 async with self._dropped_if_it_fails(version), self._turn:
                     await self._enter(version, ranks)
+                await self._shrink(version)
         return answer
 
     async def _start(self, name: object, params: Body, timeout_s: float, send: Send) -> Body:
         if not isinstance(name, str) or not 0 < len(name) <= MOST_NAME:
             raise EngineError(f"adapter must be a name of 1 to {MOST_NAME} characters", status=400, param="adapter")
         self._check_free(name)
-        async with self._loading:
-            await self._make_room()
-            version = self._next(name, "pushed")
+        self._check_room()
+        version = self._next(name, "pushed")
         ranks = starts(self._living())
         body = params | {"adapter": version.label, "keep_in": version.copy}
         answer = await send("start_weight_update", body, timeout_s)
@@ -162,12 +164,19 @@ class FleetAdapters:
     def _check_free(self, name: str) -> None:
         if name in self.reserved:
             raise NameTakenError(f"'{name}' is the base model's name: give the adapter another one.", status=400)
+        other, _, number = name.rpartition("@")
+        if number.isdecimal() and 0 < int(number) <= self._numbers.get(other, 0):
+            message = f"'{name}' is version {number} of the adapter '{other}': give this one another name."
+            raise NameTakenError(message, status=400)
 
     def _next(self, name: str, root: str) -> Version:
         """The next version of this name, with no more of it than its label."""
         if len(self._numbers) >= MOST_NAMES and name not in self._numbers:
             raise EngineError(f"{MOST_NAMES} names of adapters were used: restart the server", status=503)
-        number = self._numbers[name] = self._numbers.get(name, 0) + 1
+        number = self._numbers.get(name, 0) + 1
+        while f"{name}@{number}" in self._numbers:  # another adapter's name
+            number += 1
+        self._numbers[name] = number
         self._folder = self._folder or OwnedFolder("rollout-lora-")
         return Version(name, number, root, str(self._folder.path / str(next(self._clock))))
 
@@ -205,26 +214,30 @@ class FleetAdapters:
         if self._folder is not None:
             self._folder.close()
 
-    async def _make_room(self) -> None:
-        async with self._turn:
-            await self._evict()
+    def _check_room(self) -> None:
+        """Raise EngineError 503 where nothing could go for one more version."""
+        used = self._in_use()
+        if sum(label in used for label in (*self._versions, *self._leaving)) >= self._most:
+            raise EngineError(
+                f"{self._most} versions of adapters are loaded (--max-cpu-loras), and requests run on all of them: "
+                "try again soon",
+                status=503,
+            )
 
-    async def _evict(self) -> None:
-        await self._sweep()
-        while len(self._versions) + len(self._leaving) >= self._most:
-            used = self._in_use()  # also of requests that came during the last drop
-            idle = [version for version in self._versions.values() if version.label not in used]
-            if not idle:
-                raise EngineError(
-                    f"{self._most} versions of adapters are loaded (--max-cpu-loras), and requests run on all of them: "
-                    "try again soon",
-                    status=503,
-                )
-            oldest = min(idle, key=lambda version: (version is self._current.get(version.name), version.used))
-            del self._versions[oldest.label]
-            if self._current.get(oldest.name) is oldest:
-                del self._current[oldest.name]
-            await self._drop(oldest)
+    async def _shrink(self, new: Version) -> None:
+        """Let go of what is too many beside this version, as far as nothing runs on it."""
+        async with self._turn:
+            await self._sweep()
+            while len(self._versions) + len(self._leaving) > self._most:
+                used = self._in_use() | {new.label}  # also of requests that came during the last drop
+                idle = [version for version in self._versions.values() if version.label not in used]
+                if not idle:
+                    return
+                oldest = min(idle, key=lambda version: (version is self._current.get(version.name), version.used))
+                del self._versions[oldest.label]
+                if self._current.get(oldest.name) is oldest:
+                    del self._current[oldest.name]
+                await self._drop(oldest)
 
     async def _sweep(self) -> None:
         """Drop what was unloaded and no request runs on any more."""

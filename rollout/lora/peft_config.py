@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -17,6 +18,9 @@ from rollout.weights.errors import WeightUpdateError
 
 _MOST_PATTERNS = 4096
 _MOST_PATTERN_CHARS = 256
+_MOST_CHARS = 1 << 17
+_MOST_WILD = 64
+"""Patterns that repeat something: each takes long to match, and is matched with each layer."""
 # A pattern is a module's name, or a simple expression: nothing that could be matched in more than linear time.
 _PLAIN = re.compile(r"\^?(?:[\w.-]|\\[.d]|\[[\w-]+\]|[|+]|\.\*)*\$?")
 _MOST_REPEATS = 2
@@ -59,7 +63,7 @@ class PeftConfig(msgspec.Struct, kw_only=True):
             raise _refusal(f"peft_type {self.peft_type!r} isn't served, only LORA", "peft_type")
         for name in self.__struct_fields__[self.__struct_fields__.index("use_dora") :]:
             if value := getattr(self, name):
-                shown = repr(value)[:80]
+                shown = reprlib.repr(value)[:80]
                 raise _refusal(f"{name} ({shown}) isn't served: train without it, or merge and push whole", name)
         if self.bias != "none":
             raise _refusal(f"bias {self.bias!r} isn't served: biases belong to the base, push it whole", "bias")
@@ -72,14 +76,24 @@ class PeftConfig(msgspec.Struct, kw_only=True):
                 "path_initial_model_for_weight_conversion",
                 "init_lora_weights",
             )
-        for patterns in (self.rank_pattern, self.alpha_pattern):
-            if patterns and len(patterns) > _MOST_PATTERNS:
-                raise _refusal(f"{len(patterns)} patterns are more than {_MOST_PATTERNS}", "rank_pattern")
+        for field in ("rank_pattern", "alpha_pattern", "target_modules"):
+            if (entries := getattr(self, field)) and not isinstance(entries, str):
+                chars = sum(map(len, entries))
+                if len(entries) > _MOST_PATTERNS or chars > _MOST_CHARS:
+                    raise _refusal(
+                        f"{field} has {len(entries)} entries of {chars} characters, more than {_MOST_PATTERNS} of "
+                        f"{_MOST_CHARS}",
+                        field,
+                    )
+        for key in self.alpha_pattern or {}:
+            _check_pattern(key)
+        if (wild := sum(_repeats(key) > 0 for key in self.alpha_pattern or {})) > _MOST_WILD:
+            raise _refusal(f"{wild} patterns with + or .* are more than {_MOST_WILD}", "alpha_pattern")
 
     def scales(self) -> Callable[[str, int], float]:
         """A function: what B (A x) is multiplied by in a layer of this name, whose A has so many rows.
 
-        Raises WeightUpdateError 400 for a pattern that could take long to match.
+        Raises WeightUpdateError 400 for a pattern that is none. Takes a second for thousands of patterns.
         """
         alphas = [(_compiled(key), alpha) for key, alpha in (self.alpha_pattern or {}).items()]
 
@@ -95,11 +109,17 @@ class PeftConfig(msgspec.Struct, kw_only=True):
         return {self.r, *(self.rank_pattern or {}).values()}
 
 
-def _compiled(key: str) -> re.Pattern[str]:
-    """The pattern as PEFT matches it. Raises WeightUpdateError 400 for one that could take long."""
-    repeats = key.count("+") + key.count(".*")
-    if len(key) > _MOST_PATTERN_CHARS or not _PLAIN.fullmatch(key) or repeats > _MOST_REPEATS:
+def _repeats(key: str) -> int:
+    return key.count("+") + key.count(".*")
+
+
+def _check_pattern(key: str) -> None:
+    if len(key) > _MOST_PATTERN_CHARS or not _PLAIN.fullmatch(key) or _repeats(key) > _MOST_REPEATS:
         raise _refusal(f"alpha_pattern {key[:80]!r} is more than a layer's name or a simple pattern", "alpha_pattern")
+
+
+def _compiled(key: str) -> re.Pattern[str]:
+    """The pattern as PEFT matches it. Raises WeightUpdateError 400 for one that is none."""
     try:
         return re.compile(rf"(?:.*\.)?(?:{key})")
     except re.error as error:

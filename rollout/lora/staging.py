@@ -53,7 +53,6 @@ class AdapterStaging(Staging):
         self.layers, self.config, self._max_rank, self._embed_scale = layers, config, max_rank, embed_scale
         if (most := max(config.ranks)) > max_rank:
             raise WeightUpdateError(400, f"LoRA rank {most} is greater than max_lora_rank {max_rank}.", "lora_path.r")
-        self._scale = config.scales()
         self.in_place, self.replaces_invalid = False, False
         self.written = False
         self.tensors: dict[str, Tensor] = {}
@@ -72,9 +71,11 @@ class AdapterStaging(Staging):
         if counts is not None:
             raise WeightUpdateError(400, "an adapter is sent whole: leave counts out")
         problems, plan = [], []
+        seen = set[str]()
         for name, dtype_name, shape in zip(names, dtype_names, shapes, strict=True):
             dtype = DTYPES.get(dtype_name.removeprefix("torch."))
-            problem = self._problem(name, shape)
+            problem = "named twice" if name in seen else self._problem(name, shape)
+            seen.add(name)
             if dtype is None:
                 problem = problem or f"dtype {dtype_name!r} is not one of {', '.join(DTYPES)}"
             if problem is not None or dtype is None:
@@ -198,11 +199,12 @@ class AdapterStaging(Staging):
         """The checked adapter, on the model's device."""
         parts: list[LoraWeight | None] = [None] * len(self.layers.names)
         tokens: dict[int, Tensor] = {}
+        scale_of = self.config.scales()  # here, on the thread that receives: 4096 patterns take long to compile
         for name, number in self.layers.names.items():
             if number not in self._found:
                 continue
             a, b = (self.tensors[self._found[number][part]].to(self.layers.device) for part in "AB")
-            scale = self._scale(name, a.shape[0])
+            scale = scale_of(name, a.shape[0])
             if number in self.layers.embeddings:
                 tokens[number] = a.float().T.contiguous()
                 parts[number] = embedding_part(b, scale * self._embed_scale)

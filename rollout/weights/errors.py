@@ -11,6 +11,10 @@ DISK_FAILURES = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.E
 """Of reads that a request asked for: the errors that say more of the machine than of the request."""
 
 
+_MOST_SAID = 4000
+"""Characters of a message, which may quote what a caller has sent, or a folder holds."""
+
+
 class WeightUpdateError(Exception):
     """A refused or failed call: the HTTP status to answer with, and a sentence with the value and the remedy.
 
@@ -20,6 +24,8 @@ class WeightUpdateError(Exception):
     """
 
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
+        if len(message) > _MOST_SAID:
+            message = message[:_MOST_SAID] + "…"
         super().__init__(message)
         self.status = status
         self.message = message
@@ -38,8 +44,12 @@ def as_update_error(error: BaseException) -> WeightUpdateError:
     return WeightUpdateError(500, f"{type(error).__name__}: {error}")
 
 
+_MOST_ENTRY = 400
+
+
 def listing(entries: list[str]) -> str:
     """The first few entries spelled out, and how many more there are."""
     shown = 8
     more = f"; and {len(entries) - shown} more" if len(entries) > shown else ""
-    return "; ".join(entries[:shown]) + more
+    told = [entry if len(entry) <= _MOST_ENTRY else entry[:_MOST_ENTRY] + "…" for entry in entries[:shown]]
+    return "; ".join(told) + more

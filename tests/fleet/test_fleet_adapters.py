@@ -183,7 +183,9 @@ def test_a_version_stays_that_a_request_has_begun_to_use_while_another_went(tmp_
             await world.load(name)
         await world.start("pushed")
         await world.load("c")
+        world.used = {"a@1", "b@1", "c@1"}
         await world.finish()  # four now: the next load drops two
+        world.used.clear()
         world.ranks[0].on_drop = lambda: world.used.add("b@1")
         await world.load("d")
         assert [version.label for version in world.adapters.current] == ["b@1", "pushed@1", "d@1"]
@@ -211,3 +213,62 @@ def test_no_version_goes_while_an_engine_is_given_them(tmp_path: Path) -> None:
         await asyncio.gather(more, gone)
 
     play(tmp_path, scene)
+
+
+def test_what_fails_costs_none_its_place(tmp_path: Path) -> None:
+    async def scene(world: World) -> None:
+        labels = {await world.load(name) for name in ("a", "b", "c")}
+        for method in ("load_adapter", "commit_adapter"):
+            world.ranks[1].fails_in = method
+            with pytest.raises(EngineError, match="the disk hangs"):
+                await world.load("d")
+        await world.start("e")  # and its trainer is gone
+        assert {version.label for version in world.adapters.current} == labels
+        assert world.ranks[0].loaded == world.ranks[1].loaded == labels
+
+    play(tmp_path, scene)
+
+
+def test_a_name_serves_while_it_is_replaced_in_the_only_place(tmp_path: Path) -> None:
+    async def scene(world: World) -> None:
+        await world.load("a")
+        serving: list[str] = []
+        world.ranks[0].on_drop = lambda: serving.append(world.adapters.resolve("a"))
+        await world.load("a")
+        await world.start("a")
+        await world.finish()
+        assert serving == ["a@2", "a@3"]
+        assert world.ranks[0].loaded == {"a@3"}
+
+    play(tmp_path, scene, most=1)
+
+
+def test_where_requests_run_on_all_there_is_no_room(tmp_path: Path) -> None:
+    async def scene(world: World) -> None:
+        for name in ("a", "b"):
+            world.used.add(await world.load(name))
+        await world.adapters.unload("a")  # a request still runs on it
+        for attempt in (world.load, world.start):
+            with pytest.raises(EngineError, match="requests run on all of them") as caught:
+                await attempt("c")
+            assert caught.value.status == 503
+        world.used.remove("a@1")
+        assert await world.load("c") == "c@1"
+        assert world.ranks[0].loaded == {"b@1", "c@1"}
+
+    play(tmp_path, scene, most=2)
+
+
+def test_a_name_means_one_thing(tmp_path: Path) -> None:
+    """`policy@2` is a version of one adapter, or another one's name."""
+
+    async def scene(world: World) -> None:
+        labels = [await world.load(name) for name in ("policy", "policy@2", "policy@0")]
+        assert labels == ["policy@1", "policy@2@1", "policy@0@1"]
+        for attempt in (world.load, world.start):
+            with pytest.raises(EngineError, match="'policy@1' is version 1 of the adapter 'policy'"):
+                await attempt("policy@1")
+        assert await world.load("policy") == "policy@3"
+        assert world.adapters.resolve("policy@2") == "policy@2@1"
+
+    play(tmp_path, scene, most=8)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from rollout.engine.engine import Engine
 from rollout.kernels.lora import LoraTables, LoraWeight
+from rollout.lora.peft_config import PeftConfig
 from rollout.messages import AddRequest
 from rollout.weights.errors import WeightUpdateError
 from tests.support import adapters, tiny_models
@@ -190,6 +191,10 @@ def refusal(served: Engine, path: Path) -> WeightUpdateError:
         ("r", -1, "no LoraConfig"),
         ("alpha_pattern", {"(a+)+$": 1}, "simple pattern"),
         ("alpha_pattern", {".*a.*b.*c.*d": 1}, "simple pattern"),
+        ("alpha_pattern", {f"{key}.*": 1 for key in range(65)}, "65 patterns with + or .*"),
+        ("alpha_pattern", {f"{key}{'a' * 128}": 1 for key in range(1024)}, "alpha_pattern has 1024 entries of 13"),
+        ("alpha_pattern", {"+": 1}, "no pattern: nothing to repeat"),
+        ("target_modules", ["q_proj"] * 5000, "target_modules has 5000 entries"),
         ("target_modules", ["q_proj", "v_proj", "o_proj"], "o_proj: no tensor"),
         ("target_modules", "all-linear", "all-linear"),
         ("rank_pattern", {"q_proj": "x"}, "no LoraConfig"),
@@ -203,6 +208,29 @@ def test_what_is_not_served_is_refused_by_name(
     (folder / "adapter_config.json").write_text(json.dumps(config | {field: value}))
     error = refusal(served, folder)
     assert (error.status, why in error.message) == (400, True), error.message
+
+
+def test_what_is_refused_is_quoted_in_part(served: Engine, tmp_path: Path) -> None:
+    """However deep or long it is: no depth that can be read is one that can't be told."""
+    folder = saved(tmp_path)
+    for depth in range(940, 1010):
+        value = "[" * depth + "]" * depth
+        (folder / "adapter_config.json").write_text(f'{{"peft_type": "LORA", "modules_to_save": {value}}}')
+        error = refusal(served, folder)
+        assert (error.status, len(error.message) < 300) == (400, True), (depth, error.message)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "x" * (1 << 20)}))
+    assert len(refusal(served, folder).message) < 5000
+    save_file({"a" * (1 << 20) + ".lora_A.weight": torch.zeros(1, 1)}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    assert len(refusal(served, folder).message) < 5000
+
+
+def test_a_tensor_that_is_announced_twice_is_refused(served: Engine) -> None:
+    assert served.adapters is not None
+    staging = served.adapters._staging("twice@1", PeftConfig(peft_type="LORA", r=4))
+    announced = [f"{Q}.lora_A.weight"] * 2
+    with pytest.raises(WeightUpdateError, match="named twice"):
+        staging.resolve(announced, ["float32"] * 2, [[4, 64]] * 2)
 
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
