@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 else:
     IdArray = array
 
+NOTHING_LEFT = "no token is left"
+"""How the `stop_reason` of a choice begins whose own filters have left it no token: its request is at fault."""
+
 KVState = Literal["current", "mixed"]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout.outputs import NOTHING_LEFT
 from rollout.sampling.grammar import Grammar, GrammarState
 from rollout.sampling.params import SamplingParams
 
@@ -187,7 +188,7 @@ class SamplingRow:
     def grammar_error(self) -> str | None:
         """Why the grammar lets nothing follow, where that is an error."""
         error = None if self._grammar is None else self._grammar.error
-        return None if error is None else f"no token is left by structured_outputs: {error}"
+        return None if error is None else f"{NOTHING_LEFT} by structured_outputs: {error}"
 
     @property
     def counts(self) -> TokenCounts:

@@ -19,13 +19,13 @@ from torch.nn.functional import pad
 
 from rollout.config import LogprobsMode
 from rollout.kernels.native import address, library
-from rollout.outputs import FinishReason, TokenLogprob, TokenOutput
+from rollout.outputs import NOTHING_LEFT, FinishReason, TokenLogprob, TokenOutput
 from rollout.sampling.filters import filter_logits, is_filtered, only_scales
 from rollout.sampling.logprobs import as_entries, logprob_table, logprobs_of
 from rollout.sampling.rows import Rows, SamplingRow
 
 NOT_FINITE = "the logits hold NaN or infinity: the weights are broken; push sound ones"
-NO_TOKEN_LEFT = "no token is left: structured_outputs, allowed_token_ids, bad_words, logit_bias and the like ban all"
+NO_TOKEN_LEFT = f"{NOTHING_LEFT}: structured_outputs, allowed_token_ids, bad_words, logit_bias and the like ban all"
 BLOCK = 256  # tokens in one block of the two-level draw; a power of two
 PROMPT_ROWS = 128  # rows of prompt logits that are worked on at once, which bounds the memory it takes
 UNIFORM_STEPS = 16  # steps whose uniform numbers are made at once

@@ -19,6 +19,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rollout.config import ServerConfig
 from rollout.fleet.connection import run_engine
+from rollout.outputs import FinishReason
+from rollout.sampling.sampler import NO_TOKEN_LEFT, NOT_FINITE
+from rollout.server.errors import ApiError
+from rollout.server.wire.answer import Delta
+from rollout.server.wire.sglang import SGLangWriter, _Told
 from tests.support import fake_engine, tiny_models
 from tests.support.engine_utils import TOLERANCE, prompt, teacher_forced
 from tests.support.server_harness import RunningServer, running_server
@@ -369,3 +374,11 @@ def test_without_a_tokenizer_there_is_no_text(tiny: Path) -> None:
             400,
             "stop",
         )
+
+
+@pytest.mark.parametrize(("reason", "status"), [(NO_TOKEN_LEFT, 400), (NOT_FINITE, 500), (None, 500)])
+def test_a_choice_that_its_own_request_leaves_no_token_is_a_400(reason: str | None, status: int) -> None:
+    failed = Delta(0, [], finish_reason=FinishReason.ERROR, stop_reason=reason)
+    with pytest.raises(ApiError) as caught:
+        SGLangWriter.__new__(SGLangWriter)._finish(_Told(), failed)
+    assert caught.value.status == status

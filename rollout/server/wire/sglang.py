@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import BeforeValidator, Field
 
 from rollout.config import ServerConfig
-from rollout.outputs import FinishReason, IdArray, TokenLogprob, WeightVersionSpan
+from rollout.outputs import NOTHING_LEFT, FinishReason, IdArray, TokenLogprob, WeightVersionSpan
 from rollout.sampling.params import ParameterError, SamplingParams
 from rollout.server.errors import ApiError, ErrorBody
 from rollout.server.wire.answer import Answer, Delta, Writer
@@ -369,7 +369,8 @@ class SGLangWriter(Writer[SGLangRequest]):
             case FinishReason.ABORT:
                 return Aborted()
             case FinishReason.ERROR:
-                raise ApiError(500, f"Choice {delta.index} failed: {delta.stop_reason}")
+                asked = str(delta.stop_reason).startswith(NOTHING_LEFT)
+                raise ApiError(400 if asked else 500, f"Choice {delta.index} failed: {delta.stop_reason}")
             case FinishReason.STOP if told.ids:
                 return Stopped(told.ids[-1] if delta.stop_reason is None else delta.stop_reason)
         return Filled(len(told.ids))
