@@ -165,6 +165,7 @@ CHUNK = {"request_id": "r", "choices": [{"token_ids": [97]}]}
             {"stream": True, "generate_chunk": CHUNK, "stream_state": {"context": [2**70]}},
             "vocabulary",
         ),
+        (f"{CHAT}/derender", {"generate_response": {**CHUNK, "choices": [{"routed_experts": {}}]}}, "routed_experts"),
         (f"{COMPLETIONS}/render", {"prompt": "a", "echo": True}, "echo can't be rendered"),
         (f"{COMPLETIONS}/render", {"prompt": "a", "n": 0}, "at least 1, got 0"),
         (f"{CHAT}/render", {"messages": [USER], "chat_template": "x"}, "--trust-request-chat-template"),
@@ -175,6 +176,14 @@ def test_refusals(client: httpx.Client, path: str, body: dict[str, Any], says: s
     status, _, message = refusal(client.post(path, json=body))
     assert status == 400
     assert says in message
+
+
+def test_routed_experts_are_told_as_generate_told_them(client: httpx.Client) -> None:
+    generated = {**CHUNK, "choices": [{"token_ids": [97], "finish_reason": "length", "routed_experts": "k05VTVBZ"}]}
+    chat = ok(client.post(f"{CHAT}/derender", json={"generate_response": generated}))
+    completion = ok(client.post(f"{COMPLETIONS}/derender", json={"generate_responses": [generated]}))
+    for answer in (chat, completion):
+        assert answer["choices"][0]["routed_experts"] == "k05VTVBZ"
 
 
 def test_both_are_part_of_scale_out() -> None:

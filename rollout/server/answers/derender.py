@@ -192,6 +192,7 @@ def _state(given: DerenderStreamState | None, answer: Answer) -> DerenderStreamS
 def _delta(choice: GeneratedChoice, text: str, text_offsets: list[int]) -> Delta:
     """The choice as writers take it, with what generate said in this project's own fields."""
     ours = choice.model_extra or {}
+    told: Any = choice.routed_experts  # base64 already, which writers leave as it is
     return Delta(
         index=choice.index,
         token_ids=choice.token_ids,
@@ -199,7 +200,7 @@ def _delta(choice: GeneratedChoice, text: str, text_offsets: list[int]) -> Delta
         text_offsets=text_offsets,
         logprobs=_entries(choice.logprobs),
         sampling_mask=ours.get("sampling_mask"),
-        routed_experts=ours.get("routed_experts"),
+        routed_experts=told,
         weight_versions=ours.get("weight_versions"),
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,

@@ -96,10 +96,10 @@ class Usage(msgspec.Struct):
     completion_tokens_details: UnsetType | None = None
 
 
-def npy(array: np.ndarray | None) -> str | None:
-    """Base64 of an array as an `.npy` file."""
-    if array is None:
-        return None
+def npy(array: np.ndarray | str | None) -> str | None:
+    """Base64 of an array as an `.npy` file; of a str, which is that already, itself."""
+    if array is None or isinstance(array, str):
+        return array
     file = io.BytesIO()
     np.save(file, array, allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode()

@@ -62,13 +62,14 @@ class GeneratedLogprobs(BaseModel):
 class GeneratedChoice(BaseModel):
     """A choice of /inference/v1/generate, whole or a piece."""
 
-    model_config = ConfigDict(extra="allow")  # weight_versions, sampling_mask, routed_experts go through as they are
+    model_config = ConfigDict(extra="allow")  # weight_versions, sampling_mask go through as they are
 
     index: int = 0
     token_ids: TokenIds = []
     finish_reason: FinishReason | None = None
     stop_reason: int | Text | None = None
     logprobs: GeneratedLogprobs | None = None
+    routed_experts: Text | None = None
 
     @model_validator(mode="after")
     def _an_entry_a_token(self) -> GeneratedChoice:
