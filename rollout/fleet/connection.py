@@ -70,10 +70,10 @@ OnMessage gets the engine's messages in order, OnFailure the reason, once, when 
 # Between an engine's exit and the report of it: time to read what it sent last, its reason above all.
 _LAST_WORDS_S = 0.3
 _CONNECTED_S = 0.02
-# How often a thread of the engine looks whether the others are done before it sleeps: for some 0.1 to 0.3 ms, longer
-# than what lies between two loops of a step. libgomp's own 300,000 take 20 ms: where another process wants a core, each
-# of the step's hundreds of loops would spin away the time slice that its last thread needs.
-_SPINS = "5000"
+# How often a thread of the engine looks whether the others are done before it sleeps: for about a millisecond, longer
+# than what lies between two loops of a step (with 5,000 one stream lost a sixth of its speed). libgomp's own 300,000
+# take 20 ms: where another process wants a core, each of a step's loops would spin away what its last thread needs.
+_SPINS = "20000"
 
 
 def processes(target: EngineTarget) -> EngineStarter:
