@@ -197,7 +197,8 @@ class GenerationBody(Body):
         """Raise ParameterError, naming the field, for what isn't served and for fields that don't go together."""
         if self.model_extra:
             refuse_unserved(self.model_extra)
-        self.check_xargs()
+        if self.vllm_xargs:
+            self.check_xargs()
 
     def check_xargs(self) -> None:
         """Raise ParameterError for arguments of extensions that aren't here."""
